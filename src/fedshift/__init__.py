@@ -1,0 +1,47 @@
+"""Federated learning that survives distribution shift: any training method meets any test-time adapter.
+
+>>> import fedshift
+>>> result = fedshift.run(fedshift.Experiment(rounds=20), out="runs")        # doctest: +SKIP
+>>> print(result.accuracy("fedavg"))                                         # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"
+
+from fedshift.bench.experiment import Experiment
+from fedshift.bench.results import Result
+from fedshift.bench.runner import run
+from fedshift.core.adapter import Adapter
+from fedshift.core.arch import Arch, Output
+from fedshift.core.method import Draw, Facts, Method, Now, Phase, Train
+from fedshift.core.registry import adapter, method, model
+from fedshift.core.tree import Tensors, Tree
+from fedshift.data.pool import Pool
+from fedshift.data.sources import from_arrays
+from fedshift.data.task import Task
+from fedshift.errors import UserError
+
+__all__ = [
+    "Adapter",
+    "Arch",
+    "Draw",
+    "Experiment",
+    "Facts",
+    "Method",
+    "Now",
+    "Output",
+    "Phase",
+    "Pool",
+    "Result",
+    "Task",
+    "Tensors",
+    "Train",
+    "Tree",
+    "UserError",
+    "adapter",
+    "from_arrays",
+    "method",
+    "model",
+    "run",
+]

@@ -1,0 +1,66 @@
+"""BN: refresh normalisation statistics on test data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from fedshift.core.adapter import Adapter
+from fedshift.core.arch import Output
+from fedshift.core.registry import adapter
+from fedshift.core.tree import Tree
+from fedshift.errors import UserError
+
+
+@adapter(
+    "bn", paper="Improving Robustness Against Common Corruptions by Covariate Shift Adaptation", venue="NeurIPS", year=2020
+)
+@dataclass(frozen=True)
+class BatchNormRefresh(Adapter):
+    """BatchNorm with statistics of the test data; no weight changes.
+
+    ``mode = "batch"``: every batch is normalised with its own statistics. ``mode = "refresh"``: running statistics are
+    refreshed batch by batch with the layers' own momentum, and each batch is predicted with the refreshed ones (FedBN's
+    re-estimation at a new client when the stream is passed over first with ``passes``).
+    """
+
+    batch_size: int = 32
+    mode: Literal["batch", "refresh"] = "batch"
+    passes: int = 0  # of the whole unlabelled set before the first prediction; 0 adapts online only
+
+    needs_arch: ClassVar[frozenset[str]] = frozenset({"batch-norm"})
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        if self.batch_size < 1 or self.passes < 0:
+            raise UserError("adapter bn: batch-size must be positive and passes not negative")
+
+    @property
+    def batch(self) -> int | None:
+        """Statistics are those of a batch."""
+        return self.batch_size
+
+    def fit(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> Tree:
+        """Refresh the statistics on the whole set first, if asked to."""
+        for _ in range(self.passes):
+            for chunk in x.split(self.batch_size):
+                if len(chunk) > 1:
+                    state = self._refreshed(state, self.forward(state, chunk, batch_stats=True))
+        return state
+
+    def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
+        """One sample alone has no batch statistics and is predicted with the running ones."""
+        if len(x) == 1:
+            return self.forward(state, x), state
+        output = self.forward(state, x, batch_stats=True)
+        if self.mode == "batch":
+            return output, state
+        refreshed = self._refreshed(state, output)
+        return self.forward(refreshed, x), refreshed
+
+    @staticmethod
+    def _refreshed(state: Tree, output: Output) -> Tree:
+        return {**state, "model": {**state["model"], **output.buffers}}

@@ -1,0 +1,98 @@
+"""Tent: minimise the entropy of one's own predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from fedshift.core.adapter import Adapter
+from fedshift.core.arch import Output
+from fedshift.core.grad import gradient
+from fedshift.core.losses import entropy
+from fedshift.core.optim import OPTIMISERS, SGD, Optim, clip_by_norm
+from fedshift.core.registry import adapter
+from fedshift.core.tree import Tensors, Tree, pick
+from fedshift.errors import UserError
+
+
+@adapter("tent", paper="Tent: Fully Test-Time Adaptation by Entropy Minimization", venue="ICLR", year=2021)
+@dataclass(frozen=True)
+class Tent(Adapter):
+    """One optimiser step per test batch on the mean prediction entropy, carried along the stream.
+
+    ``params = "bn-affine"`` (the authors'): normalisation layers use the batch's statistics, and only their scale and
+    shift are trained. ``params = "all"`` (FedTTA's baseline for networks without BatchNorm): all weights, running
+    statistics if there are any. ``predict = "before"`` gives the outputs of the pass the step was taken on (the authors'
+    choice), ``"after"`` predicts again. FedTTA's row is ``params = "all", predict = "after", bits = true, clip = 10``
+    with SGD at FedAvg's rate and the client's data as one batch (``batch-size = 0``).
+    """
+
+    lr: float = 1e-3
+    optimiser: str = "adam"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    batch_size: int = 32  # 0: the whole stream at once
+    steps: int = 1
+    params: Literal["bn-affine", "all"] = "bn-affine"
+    predict_when: Literal["before", "after"] = "before"
+    bits: bool = False  # entropy in bits scales the step by 1.44
+    clip: float | None = None
+
+    needs_arch: ClassVar[frozenset[str]] = frozenset({"batch-norm"})
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        if self.optimiser not in OPTIMISERS:
+            raise UserError(f"adapter tent: optimiser must be one of {', '.join(OPTIMISERS)}, not {self.optimiser!r}")
+        if self.batch_size < 0 or self.steps < 1:
+            raise UserError("adapter tent: batch-size must not be negative and steps must be positive")
+
+    def requirements(self) -> frozenset[str]:
+        """Only the affine variant needs BatchNorm."""
+        return self.needs_arch if self.params == "bn-affine" else frozenset()
+
+    @property
+    def batch(self) -> int | None:
+        """The entropy is that of a batch."""
+        return self.batch_size or 1 << 62
+
+    def trained(self) -> frozenset[str]:
+        """The names that move."""
+        return self.arch.norm & self.arch.trainable if self.params == "bn-affine" else self.arch.trainable
+
+    def init(self, deployed: Tree) -> Tree:
+        """The optimiser's memory lasts for the stream."""
+        return {**deployed, "optim": self._rule().memory(pick(deployed["model"], self.trained()))}
+
+    def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
+        """Step, and answer with the outputs before or after it."""
+        output, state = self._step(state, x)
+        for _ in range(self.steps - 1):
+            output, state = self._step(state, x)
+        if self.predict_when == "after":
+            output = self.forward(state, x, self._batch_stats(x))
+        return output, state
+
+    def _rule(self) -> Optim:
+        if self.optimiser == "sgd":
+            return SGD(self.lr, self.momentum, self.weight_decay)
+        return OPTIMISERS[self.optimiser](lr=self.lr, weight_decay=self.weight_decay)
+
+    def _batch_stats(self, x: Tensor) -> bool:
+        return self.params == "bn-affine" and len(x) > 1
+
+    def _step(self, state: Tree, x: Tensor) -> tuple[Output, Tree]:
+        live = pick(state["model"], self.trained())
+
+        def loss(tensors: Tensors) -> tuple[Tensor, Output]:
+            output = self.forward({**state, "model": {**state["model"], **tensors}}, x, self._batch_stats(x))
+            return entropy(output.logits).mean() * (1.4426950408889634 if self.bits else 1.0), output
+
+        grads, _, output = gradient(loss, live)
+        if self.clip is not None:
+            grads = clip_by_norm(grads, self.clip)
+        moved, memory = self._rule().update(live, grads, state["optim"], 1.0)
+        return output, {**state, "model": {**state["model"], **moved}, "optim": memory}

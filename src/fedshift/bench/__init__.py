@@ -1,0 +1,1 @@
+"""Experiments, runs, results people can trust."""

@@ -1,0 +1,233 @@
+"""One federation in training: rounds, evaluation, and the whole state as trees."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fedshift.bench.setup import Setup
+from fedshift.core import rng
+from fedshift.core.adapter import Adapter
+from fedshift.core.method import Method, Now, Phase
+from fedshift.core.schedule import Plan
+from fedshift.core.tree import Tensors, Tree, float_bytes, to
+from fedshift.data.task import Client, Task
+from fedshift.engines.auto import Engine
+from fedshift.engines.work import Compute, Reply, Score, facts_of, pixels
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that changes while a federation trains."""
+
+    round: int  # rounds done
+    server: Tree
+    mines: Mapping[str, Tree] = field(default_factory=dict)  # only clients that have something private
+
+    def trees(self) -> dict[str, Tree]:
+        """As a checkpoint stores it."""
+        return {"server": self.server, **{f"client {name}": tree for name, tree in self.mines.items()}}
+
+    @staticmethod
+    def of(trees: Mapping[str, Tree], round: int, device: torch.device) -> State:
+        """From a checkpoint."""
+        mines = {name.removeprefix("client "): to(t, device) for name, t in trees.items() if name.startswith("client ")}
+        return State(round, to(trees["server"], device), mines)
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What one round was like."""
+
+    participants: int
+    loss: float  # mean over clients, by size
+    bytes_down: int
+    bytes_up: int
+    seconds: float
+    left_out: tuple[str, ...]  # clients whose loss or update was not finite
+
+
+class Federation:
+    """A method on a task under a seed; all of its methods are functions of the state they are given."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        task: Task,
+        engine: Engine,
+        compute: Compute,
+        seed: int,
+        rounds: int,
+        participation: float = 1.0,
+    ) -> None:
+        self.setup, self.task, self.engine, self.compute = setup, task, engine, compute
+        self.seed, self.rounds, self.participation = seed, rounds, participation
+        self.training = setup.method.prepare_task(task)  # whose clients train
+        self._numbers = {client.name: i for i, client in enumerate(self.training.clients)}
+        self._initial = {
+            name: self._tensors(method.arch.init(rng.seed_of(seed, "init"))) for name, method in setup.methods.items()
+        }
+
+    def start(self) -> State:
+        """Before the first round."""
+        clients = tuple(client.name for client in self.training.clients)
+        return State(0, to({**self.setup.method.server_init(self._initial, clients)}, self.compute.device))
+
+    def step(self, state: State) -> tuple[State, RoundReport]:
+        """One round: send, train locally, aggregate."""
+        started = time.perf_counter()
+        now = self.now(state)
+        clients = self._participants(state.round)
+        downs = {c.name: self.setup.method.broadcast(state.server, c.name, now) for c in clients}
+        replies = self._train(state, clients, downs, now, final=False)
+        sound = {name: reply for name, reply in replies.items() if reply.finite}
+        server = state.server
+        if sound:
+            samples = torch.tensor([float(len(self.training.client(name).train)) for name in sound])
+            moment = self._moment(now, samples)
+            ups = {name: reply.up for name, reply in sound.items()}
+            draws = {"seed": torch.tensor(rng.seed_of(self.seed, state.round, "server"))}
+            server = self.setup.method.aggregate(server, ups, moment, draws)
+        kept = {name: reply.mine for name, reply in sound.items() if reply.mine}
+        report = RoundReport(
+            participants=len(clients),
+            loss=self._mean_loss(sound),
+            bytes_down=sum(float_bytes(down) for down in downs.values()),
+            bytes_up=sum(float_bytes(reply.up) for reply in replies.values()),
+            seconds=time.perf_counter() - started,
+            left_out=tuple(name for name in replies if name not in sound),
+        )
+        return State(state.round + 1, server, {**state.mines, **kept}), report
+
+    def now(self, state: State) -> Now:
+        """Where in the run this state is."""
+        return Now(state.round, self.rounds, len(self.task.clients))
+
+    # ---- what clients serve with ---------------------------------------------------------------------------------------
+    def deployed(self, state: State) -> dict[str, Tree]:
+        """Every client's model: what it would receive now and its private memory, after the final phases."""
+        now = self.now(state)
+        downs = {c.name: self.setup.method.broadcast(state.server, c.name, now) for c in self.task.clients}
+        mines = {c.name: self._mine(state, c, now) for c in self.task.clients}
+        finals = self.setup.method.final_phases()
+        if finals:
+            replies = self._train(state, self.task.clients, downs, now, final=True)
+            mines = {name: reply.mine if reply.finite else mines[name] for name, reply in replies.items()}
+        return {c.name: self._method(c).deployed(downs[c.name], mines[c.name]) for c in self.task.clients}
+
+    def after_local(self, state: State) -> dict[str, Tree]:
+        """Every client's model right after one more local round, as some papers score it."""
+        now = self.now(state)
+        downs = {c.name: self.setup.method.broadcast(state.server, c.name, now) for c in self.task.clients}
+        replies = self._train(state, self.task.clients, downs, now, final=False)
+        received = {
+            name: {slot: {**leaves, **reply.up.get(slot, {})} for slot, leaves in downs[name].items()}
+            for name, reply in replies.items()
+        }
+        return {c.name: self._method(c).deployed(received[c.name], replies[c.name].mine) for c in self.task.clients}
+
+    def newcomers(self, state: State) -> tuple[dict[str, Tree], int]:
+        """Models of clients nobody has seen, and the bytes the others published for them; empty if nothing is offered."""
+        now = self.now(state)
+        method = self.setup.method
+        published = {name: method.publish(tree) for name, tree in state.mines.items()}
+        server = method.welcome(state.server, {name: tree for name, tree in published.items() if tree})
+        phases = tuple(phase for phase in method.final_phases() if not phase.labelled)
+        result: dict[str, Tree] = {}
+        for client in self.task.unseen:
+            down = method.broadcast(server, None, now)
+            mine = self._birth(client, now)
+            if phases:
+                plan = Plan(phases, now, self.seed, final=True)
+                mine = self.engine.train(method, {client.name: down}, {client.name: mine}, self.task, plan)[client.name].mine
+            tree = method.deployed(down, mine)
+            if not set(method.arch.parameters) <= set(tree.get("model", {})):
+                return {}, 0
+            result[client.name] = tree
+        return result, sum(float_bytes(tree) for tree in published.values())
+
+    # ---- scores --------------------------------------------------------------------------------------------------------
+    def evaluate(
+        self, adapters: Mapping[str, Adapter], deployed: Mapping[str, Tree], parts: Sequence[str]
+    ) -> dict[tuple[str, str], Score]:
+        """Scores by (client, part); ``adapters`` are by architecture."""
+        scores: dict[tuple[str, str], Score] = {}
+        for name, adapter in adapters.items():
+            members = {c: tree for c, tree in deployed.items() if self._arch(self.task.client(c)) == name}
+            if members:
+                ready = {c: self._prepared(adapter, tree, self.task.client(c)) for c, tree in members.items()}
+                scores |= self.engine.evaluate(adapter, ready, self.task, parts, rng.seed_of(self.seed, "adapter"))
+        return scores
+
+    def _prepared(self, adapter: Adapter, tree: Tree, client: Client) -> Tree:
+        """What the adapter makes of the client's training data before deployment (nothing, for most)."""
+        if type(adapter).prepare is Adapter.prepare or not len(client.train):
+            return tree
+        size = self.setup.train.batch_size
+        batches = [
+            {
+                "x": pixels(self.task.images, index, self.compute.dtype).to(self.compute.device),
+                "y": self.task.labels[index].to(self.compute.device),
+            }
+            for index in client.train.split(size)
+        ]
+        return {**tree, **adapter.prepare(tree, list(batches))}
+
+    # ---- inner ---------------------------------------------------------------------------------------------------------
+    def _train(
+        self, state: State, clients: Sequence[Client], downs: Mapping[str, Tree], now: Now, final: bool
+    ) -> dict[str, Reply]:
+        """Local work, one call of the engine per architecture; replies in client order."""
+        task = self.task if final else self.training
+        replies: dict[str, Reply] = {}
+        for arch, method in self.setup.methods.items():
+            members = [client for client in clients if self._arch(client) == arch]
+            if not members:
+                continue
+            phases: tuple[Phase, ...] = method.final_phases() if final else method.phases(now)
+            mines = {c.name: self._mine(state, c, now) for c in members}
+            plan = Plan(phases, now, self.seed, final)
+            replies |= self.engine.train(method, {c.name: downs[c.name] for c in members}, mines, task, plan)
+        return {client.name: replies[client.name] for client in clients}
+
+    def _participants(self, number: int) -> list[Client]:
+        clients = self.training.clients
+        count = max(1, math.floor(self.participation * len(clients) + 0.5))
+        if count == len(clients):
+            return list(clients)
+        chosen = rng.permutation(rng.seed_of(self.seed, number, "participants"), len(clients))[:count]
+        return [clients[i] for i in chosen.sort().values.tolist()]
+
+    def _mine(self, state: State, client: Client, now: Now) -> Tree:
+        found = state.mines.get(client.name)
+        return found if found is not None else self._birth(client, now)
+
+    def _birth(self, client: Client, now: Now) -> Tree:
+        number = self._numbers.get(client.name, -1)
+        task = self.task if number < 0 else self.training
+        facts = facts_of(task, client, number, rng.seed_of(self.seed, "birth", client.name))
+        return to(self._method(client).birth(self._initial[self._arch(client)], facts, now), self.compute.device)
+
+    def _arch(self, client: Client) -> str:
+        return self.setup.of(self._numbers.get(client.name, 0))[0]
+
+    def _method(self, client: Client) -> Method:
+        return self.setup.of(self._numbers.get(client.name, 0))[1]
+
+    def _tensors(self, tensors: Tensors) -> Tensors:
+        return to({"model": tensors}, self.compute.device, self.compute.dtype)["model"]
+
+    def _moment(self, now: Now, samples: Tensor) -> Tensors:
+        decay = now.decay(self.setup.train)
+        values = {"round": now.round, "rounds": now.rounds, "clients": now.clients, "lr": self.setup.train.lr * decay}
+        return {**{name: torch.tensor(float(value)) for name, value in values.items()}, "samples": samples}
+
+    def _mean_loss(self, replies: Mapping[str, Reply]) -> float:
+        sizes = {name: len(self.training.client(name).train) for name in replies}
+        total = sum(sizes.values())
+        return sum(reply.loss * sizes[name] for name, reply in replies.items()) / total if total else float("nan")

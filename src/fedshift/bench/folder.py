@@ -1,0 +1,176 @@
+"""A run on disk: one seed of one method, in a folder that can be killed at any moment and gone on with.
+
+``config.toml`` says what it is, ``metrics.jsonl`` has a line for every round and evaluation, ``ckpt-*.safetensors`` is
+the newest state, ``best.safetensors`` the state that was best on validation, ``adapters/*.jsonl`` the scores, and
+``done`` appears last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedshift.bench.federation import State
+from fedshift.core.tree import load, save
+
+CHECKPOINT = "ckpt-{:06d}.safetensors"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a checkpoint knows beside the state."""
+
+    lines: int = 0  # of metrics.jsonl
+    best: float = float("-inf")  # validation accuracy
+    best_round: int = -1
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths and atomic writes of one run."""
+
+    path: Path
+
+    @staticmethod
+    def of(out: Path, experiment: str, method: str, seed: int, config: Mapping[str, Any]) -> RunFolder:
+        """``out/experiment/method/seed-hash``; the hash covers everything that decides what is trained."""
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:8]
+        return RunFolder(out / experiment / method / f"{seed}-{digest}")
+
+    @property
+    def done(self) -> bool:
+        """Whether training has ended."""
+        return (self.path / "done").is_file()
+
+    def checkpoints(self) -> list[Path]:
+        """Oldest first."""
+        return sorted(self.path.glob("ckpt-*.safetensors"))
+
+    def begin(self, config: str) -> None:
+        """Make the folder, empty of an earlier attempt."""
+        (self.path / "adapters").mkdir(parents=True, exist_ok=True)
+        for old in (*self.checkpoints(), self.path / "best.safetensors", *(self.path / "adapters").glob("*.jsonl")):
+            old.unlink(missing_ok=True)
+        self.write("metrics.jsonl", "")
+        self.write("config.toml", config)
+
+    def checkpoint(self, state: State, progress: Progress) -> None:
+        """Save the state, then forget older ones."""
+        older = self.checkpoints()
+        target = self.path / CHECKPOINT.format(state.round)
+        facts = {"round": state.round, "lines": progress.lines, "best": progress.best, "best_round": progress.best_round}
+        save(target, state.trees(), facts)
+        for path in older:
+            if path != target:
+                path.unlink()
+
+    def save_best(self, state: State) -> None:
+        """Save the state that is best on validation so far."""
+        save(self.path / "best.safetensors", state.trees(), {"round": state.round})
+
+    def restore(self, device: torch.device) -> tuple[State, Progress]:
+        """The newest checkpoint; lines written after it are cut off, because those rounds will be run again."""
+        trees, facts = load(self.checkpoints()[-1])
+        progress = Progress(int(facts["lines"]), float(facts["best"]), int(facts["best_round"]))  # type: ignore[call-overload,arg-type]
+        lines = (self.path / "metrics.jsonl").read_text().splitlines(keepends=True)
+        self.write("metrics.jsonl", "".join(lines[: progress.lines]))
+        return State.of(trees, int(facts["round"]), device), progress  # type: ignore[call-overload]
+
+    def last(self, device: torch.device) -> State:
+        """The newest state."""
+        return self._state(self.checkpoints()[-1], device)
+
+    def best(self, device: torch.device) -> State:
+        """The state chosen by validation; the last one if there was no validation."""
+        path = self.path / "best.safetensors"
+        return self._state(path, device) if path.is_file() else self.last(device)
+
+    @staticmethod
+    def _state(path: Path, device: torch.device) -> State:
+        trees, facts = load(path)
+        return State.of(trees, int(facts["round"]), device)  # type: ignore[call-overload]
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Append a line of metrics."""
+        with open(self.path / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def lines(self) -> list[dict[str, Any]]:
+        """All lines of metrics."""
+        return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+
+    def write(self, name: str, text: str) -> None:
+        """Write a small file, all or nothing."""
+        target = self.path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        temporary.write_text(text)
+        os.replace(temporary, target)
+
+    def write_scores(self, adapter: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """All scores of one adapter."""
+        self.write(f"adapters/{adapter}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+    def scores(self) -> dict[str, list[dict[str, Any]]]:
+        """Scores by adapter."""
+        files = sorted((self.path / "adapters").glob("*.jsonl"))
+        return {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+
+
+def toml_text(table: Mapping[str, Any]) -> str:
+    """A mapping of plain values as TOML.
+
+    >>> print(toml_text({"rounds": 2, "train": {"lr": 0.1}, "method": [{"name": "fedavg"}]}))
+    rounds = 2
+    <BLANKLINE>
+    [train]
+    lr = 0.1
+    <BLANKLINE>
+    [[method]]
+    name = "fedavg"
+    <BLANKLINE>
+    """
+    return "\n".join(_toml_lines(table, ())) + "\n"
+
+
+def _toml_lines(table: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
+    plain = {key: value for key, value in table.items() if not _is_table(value) and value is not None}
+    lines = [f"{_key(key)} = {_value(value)}" for key, value in plain.items()]
+    for key, value in table.items():
+        here = (*path, key)
+        dotted = ".".join(_key(part) for part in here)
+        if isinstance(value, Mapping) and value:
+            lines += ["", f"[{dotted}]", *_toml_lines(value, here)]
+        elif _is_table(value) and not isinstance(value, Mapping):
+            for item in value:
+                lines += ["", f"[[{dotted}]]", *_toml_lines(item, here)]
+    return lines
+
+
+def _is_table(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return True
+    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
+
+
+def _key(key: str) -> str:
+    return key if key.replace("-", "").replace("_", "").isalnum() else json.dumps(key)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_value(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + " }"
+    return json.dumps(str(value))

@@ -1,0 +1,121 @@
+"""What a person sees while an experiment runs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class Reporter(Protocol):
+    """Told what happens; decides what to show."""
+
+    def doing(self, what: str) -> None:
+        """Something that takes a moment has begun."""
+
+    def plan(self, runs: Sequence[tuple[str, int, int]], engine: str, device: str) -> None:
+        """(method, seed, rounds) of everything that will be run."""
+
+    def begin(self, run: str, done: int, rounds: int) -> None:
+        """A run starts, or goes on after ``done`` rounds."""
+
+    def skip(self, run: str, rounds: int) -> None:
+        """A run was finished before."""
+
+    def round(self, run: str, number: int, loss: float, best: float) -> None:
+        """A round has ended."""
+
+    def note(self, text: str) -> None:
+        """Something a person should know."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
+
+
+class Silent:
+    """Shows nothing but notes, as warnings."""
+
+    def doing(self, what: str) -> None:
+        """Not shown."""
+
+    def plan(self, runs: Sequence[tuple[str, int, int]], engine: str, device: str) -> None:
+        """Not shown."""
+
+    def begin(self, run: str, done: int, rounds: int) -> None:
+        """Not shown."""
+
+    def skip(self, run: str, rounds: int) -> None:
+        """Not shown."""
+
+    def round(self, run: str, number: int, loss: float, best: float) -> None:
+        """Not shown."""
+
+    def note(self, text: str) -> None:
+        """A warning."""
+        warnings.warn(text, stacklevel=3)
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class Terminal:
+    """A bar over all rounds of the experiment with the time that is left; plain lines where there is no terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.description}", table_column=None),
+            BarColumn(bar_width=28),
+            MofNCompleteColumn(),
+            TextColumn("rounds"),
+            TimeElapsedColumn(),
+            TextColumn("eta"),
+            TimeRemainingColumn(),
+            TextColumn("[dim]{task.fields[detail]}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("preparing", total=None, detail="")
+        self._bar.start()
+
+    def doing(self, what: str) -> None:
+        """Shown beside the bar."""
+        self._bar.update(self._task, detail=what)
+
+    def plan(self, runs: Sequence[tuple[str, int, int]], engine: str, device: str) -> None:
+        """One line, then the bar's length is known."""
+        total = sum(rounds for _, _, rounds in runs)
+        methods = list(dict.fromkeys(method for method, _, _ in runs))
+        seeds = {seed for _, seed, _ in runs}
+        self._console.print(
+            f"{len(runs)} runs: {len(methods)} methods ({', '.join(methods)}), "
+            f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}, {total} rounds; engine {engine} on {device}",
+            highlight=False,
+        )
+        self._bar.update(self._task, total=total)
+
+    def begin(self, run: str, done: int, rounds: int) -> None:
+        """The bar carries the run's name."""
+        self._bar.update(self._task, description=run, advance=done, detail="")
+
+    def skip(self, run: str, rounds: int) -> None:
+        """Said, because it explains the speed."""
+        self._console.print(f"[dim]{run}: finished before, not run again", highlight=False)
+        self._bar.update(self._task, advance=rounds)
+
+    def round(self, run: str, number: int, loss: float, best: float) -> None:
+        """Loss and the best validation accuracy so far."""
+        chosen = "" if best == float("-inf") else f", best val {best:.1f} %"
+        self._bar.update(self._task, description=run, advance=1, detail=f"loss {loss:.3f}{chosen}")
+
+    def note(self, text: str) -> None:
+        """Stays on the screen."""
+        self._console.print(f"[yellow]note:[/] {text}", highlight=False)
+
+    def close(self) -> None:
+        """The bar goes; what was printed stays."""
+        self._bar.stop()

@@ -1,0 +1,222 @@
+"""Results read back from run folders: rows over seeds, as tables and plain numbers."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from fedshift.bench.folder import RunFolder
+from fedshift.bench.metrics import mean_and_std
+from fedshift.errors import UserError
+
+RULES = ("last", "best-val", "oracle")
+RULE_TEXT = {
+    "last": "the state after the last round",
+    "best-val": "the round with the best pooled validation accuracy",
+    "oracle": "the best test accuracy of any evaluated round (a bound, not a choice)",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method with one adapter: numbers per selection rule and metric, one for each seed."""
+
+    method: str
+    adapter: str
+    point: tuple[tuple[str, Any], ...]
+    seeds: tuple[int, ...] = ()
+    values: Mapping[tuple[str, str], list[Mapping[str, Any]]] = field(default_factory=dict)
+    cost: Mapping[str, float] = field(default_factory=dict)
+
+    def number(self, metric: str, rule: str = "best-val", part: str = "avg") -> tuple[float, float] | None:
+        """Mean and deviation over seeds of one part (avg, all, std, worst, loss) of a metric, or None."""
+        found = self.values.get((rule, metric))
+        return mean_and_std([float(value[part]) for value in found]) if found else None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an experiment gave."""
+
+    rows: tuple[Row, ...]
+    folders: tuple[Path, ...]
+
+    def metrics(self) -> list[str]:
+        """Test set and population of every score, without the model's part, in order of appearance."""
+        names = (metric.partition("/")[2] for row in self.rows for _, metric in row.values)
+        return list(dict.fromkeys(names))
+
+    def accuracy(self, method: str, adapter: str = "none", stream: str = "original", rule: str = "best-val") -> float:
+        """Mean over seeds of AVG on one stream: the number to compare methods by.
+
+        Raises a UserError if there is none.
+        """
+        for row in self.rows:
+            if (row.method, row.adapter) == (method, adapter):
+                for model in ("personal", "global"):
+                    found = row.number(f"{model}/{stream}/clients", rule)
+                    if found is not None:
+                        return found[0]
+        raise UserError(f"there is no result of method {method!r} with adapter {adapter!r} on stream {stream!r}")
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """Plain rows: one for every method, adapter, rule, metric and seed."""
+        return [
+            {
+                "method": row.method,
+                "adapter": row.adapter,
+                **dict(row.point),
+                "selection": rule,
+                "metric": metric,
+                "seed": seed,
+                **{key: value for key, value in numbers.items() if key != "by-client"},
+                **row.cost,
+            }
+            for row in self.rows
+            for (rule, metric), found in row.values.items()
+            for seed, numbers in zip(row.seeds, found, strict=True)
+        ]
+
+    def table(self, rule: str = "best-val") -> Table:
+        """Accuracy by method and adapter; AVG is over clients, ALL pools samples, worst is the worst tenth."""
+        if rule not in RULES:
+            raise UserError(f"there is no selection rule {rule!r}; there are: {', '.join(RULES)}")
+        metrics = self.metrics()
+        parts = ("avg", "all", "worst") if len(metrics) <= 2 else ("avg",)
+        sweep = list(dict.fromkeys(key for row in self.rows for key, _ in row.point))
+        seeds = max((len(row.seeds) for row in self.rows), default=0)
+        table = Table(
+            title=f"Accuracy in % at {RULE_TEXT[rule]}, {seeds} seed{'s' if seeds != 1 else ''}", title_justify="left"
+        )
+        for column in ("method", "adapter", *sweep):
+            table.add_column(column, no_wrap=True)
+        for metric in metrics:
+            for part in parts:
+                table.add_column(f"{_short(metric)}\n{part.upper() if part != 'worst' else 'worst'}", justify="right")
+        table.add_column("kB up\nround", justify="right")
+        table.add_column("s\nround", justify="right")
+        best = {(m, p): self._best(m, p, rule) for m in metrics for p in parts}
+        for row in self.rows:
+            cells = [_cell(_number(row, metric, rule, part), best[metric, part]) for metric in metrics for part in parts]
+            point = [str(dict(row.point).get(key, "")) for key in sweep]
+            table.add_row(row.method, row.adapter, *point, *cells, *_cost_cells(row.cost))
+        return table
+
+    def rules_table(self) -> Table:
+        """AVG under the three selection rules side by side."""
+        metrics = self.metrics()
+        table = Table(title="The same AVG under the three selection rules", title_justify="left")
+        table.add_column("method", no_wrap=True)
+        table.add_column("adapter", no_wrap=True)
+        for metric in metrics:
+            for rule in RULES:
+                table.add_column(f"{_short(metric)}\n{rule}", justify="right")
+        for row in self.rows:
+            cells = [_cell(_number(row, metric, rule, "avg"), None) for metric in metrics for rule in RULES]
+            table.add_row(row.method, row.adapter, *cells)
+        return table
+
+    def _best(self, metric: str, part: str, rule: str) -> float | None:
+        found = [number[0] for row in self.rows if (number := _number(row, metric, rule, part)) is not None]
+        return max(found) if len(found) > 1 else None
+
+
+def collect(paths: Iterable[Path]) -> Result:
+    """Rows of all these run folders, grouped over seeds."""
+    grouped: dict[tuple[str, str, tuple[tuple[str, Any], ...]], list[tuple[int, list[Any], dict[str, float]]]] = {}
+    folders = list(paths)
+    for path in folders:
+        folder = RunFolder(path)
+        config = _config(path)
+        method = config["method"].get("label") or config["method"]["name"]
+        point = tuple((config.get("sweep-point") or {}).items())
+        lines = folder.lines()
+        cost = _cost(lines)
+        for adapter, rows in folder.scores().items():
+            whole = [*rows, *(_oracle(lines) if adapter == "none" else [])]
+            grouped.setdefault((method, adapter, point), []).append((config["seed"], whole, cost))
+    rows_out = []
+    for (method, adapter, point), runs in grouped.items():
+        keys = list(dict.fromkeys((row["selection"], row["metric"]) for _, rows, _ in runs for row in rows))
+        by_key = {key: [r for _, rows, _ in runs for r in rows if (r["selection"], r["metric"]) == key] for key in keys}
+        whole = {key: found for key, found in by_key.items() if len(found) == len(runs)}
+        cost = {name: mean_and_std([c[name] for _, _, c in runs])[0] for name in runs[0][2]}
+        rows_out.append(Row(method, adapter, point, tuple(seed for seed, _, _ in runs), whole, cost))
+    return Result(tuple(rows_out), tuple(folders))
+
+
+def find_runs(path: Path) -> list[Path]:
+    """The finished runs in a folder: a run itself, or any folder above some."""
+    if not path.exists():
+        raise UserError(f"there is no folder {path}")
+    found = sorted(done.parent for done in path.rglob("done"))
+    if not found:
+        unfinished = next(path.rglob("metrics.jsonl"), None)
+        hint = "; there is an unfinished one, go on with fedshift run ... --resume" if unfinished else ""
+        raise UserError(f"{path} holds no finished run{hint}")
+    return sorted(found, key=lambda run: (run / "config.toml").stat().st_mtime)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads((path / "config.toml").read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path} is not a run folder ({error})") from None
+
+
+def _oracle(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The best test score of any evaluated round, if test streams were scored during training."""
+    best: dict[str, Mapping[str, Any]] = {}
+    for line in lines:
+        for metric, numbers in line.items():
+            if isinstance(numbers, dict) and "/val/" not in metric:
+                if metric not in best or numbers["avg"] > best[metric]["avg"]:
+                    best[metric] = {**numbers, "round": line["round"]}
+    return [{"selection": "oracle", "metric": metric, **numbers} for metric, numbers in best.items()]
+
+
+def _cost(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Means per round and client, from what really travelled."""
+    rounds = [line for line in lines if "bytes-up" in line]
+    clients = sum(line["participants"] for line in rounds) or 1
+    return {
+        "bytes-up": sum(line["bytes-up"] for line in rounds) / clients,
+        "bytes-down": sum(line["bytes-down"] for line in rounds) / clients,
+        "seconds-per-round": sum(line["seconds"] for line in rounds) / (len(rounds) or 1),
+    }
+
+
+def _number(row: Row, metric: str, rule: str, part: str) -> tuple[float, float] | None:
+    for model in ("global", "personal", "after-local"):
+        found = row.number(f"{model}/{metric}", rule, part)
+        if found is not None:
+            return found
+    return None
+
+
+def _cell(number: tuple[float, float] | None, best: float | None) -> str:
+    if number is None:
+        return "-"
+    mean, deviation = number
+    text = f"{mean:.1f}" + (f" ±{deviation:.1f}" if deviation else "")
+    return f"[bold]{text}[/]" if best is not None and mean >= best - 0.05 else text
+
+
+def _cost_cells(cost: Mapping[str, float]) -> tuple[str, str]:
+    return f"{cost['bytes-up'] / 1000:.0f}", f"{cost['seconds-per-round']:.2f}"
+
+
+def _short(metric: str) -> str:
+    stream, _, population = metric.partition("/")
+    return stream if population == "clients" else f"{stream} ({population})"
+
+
+def to_json(result: Result) -> str:
+    """The rows as JSON."""
+    return json.dumps(result.as_dicts(), indent=1)

@@ -1,0 +1,308 @@
+"""Runs an experiment: every method and seed, then every adapter, into folders that are never run twice."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fedshift
+from fedshift.bench.experiment import AdapterSpec, Experiment, MethodSpec
+from fedshift.bench.federation import Federation, RoundReport, State
+from fedshift.bench.folder import Progress, RunFolder, toml_text
+from fedshift.bench.metrics import summarise
+from fedshift.bench.progress import Reporter, Silent
+from fedshift.bench.results import Result, collect
+from fedshift.bench.setup import PRECISIONS, Network, Setup, make_setup, make_task, with_baselines
+from fedshift.core.tree import Tree
+from fedshift.data.pool import Pool
+from fedshift.data.task import Task
+from fedshift.engines.auto import Engine, device_for, engine_for
+from fedshift.engines.work import Compute, Score
+from fedshift.errors import UserError
+
+FORMAT = 1  # raise when the same settings would give other numbers
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training: a method of one variant of the experiment under one seed."""
+
+    experiment: Experiment
+    point: Mapping[str, Any]  # of the sweep
+    setup: Setup
+    task: Task
+    seed: int
+    folder: RunFolder
+    config: Mapping[str, Any]
+
+
+def run(
+    experiment: Experiment,
+    out: str | Path = "runs",
+    *,
+    engine: str = "auto",
+    device: str = "auto",
+    resume: bool = False,
+    restart: bool = False,
+    network: Network | None = None,
+    data: Pool | Task | None = None,
+    reporter: Reporter | None = None,
+) -> Result:
+    """Run an experiment and return its results.
+
+    ``network`` is your own ``nn.Module`` (or a function that makes one) instead of ``[model]``; ``data`` your own pool or
+    task instead of ``[data]``. Finished runs are read, not run again; unfinished ones need ``resume`` (go on from the
+    last checkpoint) or ``restart`` (begin again).
+
+    >>> import tempfile
+    >>> small = Experiment(rounds=1, baselines=False, data={"size": 8}, model={"name": "mlp", "hidden": [8]})
+    >>> result = run(small, out=tempfile.mkdtemp(), engine="sequential")
+    >>> [row.method for row in result.rows]
+    ['fedavg']
+    """
+    say = reporter or Silent()
+    compute = Compute(device_for(device), PRECISIONS[experiment.precision])
+    with one_thread():
+        jobs = list(_jobs(experiment, Path(out), network, data, say))
+        _check_unfinished(jobs, resume, restart)
+        chosen, worker = engine_for(
+            engine,
+            compute,
+            any(method.arch.has_convolution for job in jobs for method in job.setup.methods.values()),
+            max(len(job.task.clients) for job in jobs),
+        )
+        say.plan([(job.setup.spec.title, job.seed, job.experiment.rounds) for job in jobs], chosen, str(compute.device))
+        try:
+            for job in jobs:
+                _train(job, worker, compute, resume, say)
+                _adapt(job, worker, compute, say)
+        finally:
+            worker.close()
+            say.close()
+    return collect([job.folder.path for job in jobs])
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One torch thread while a run lasts: a second one on a busy machine makes small networks many times slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _jobs(
+    experiment: Experiment, out: Path, network: Network | None, data: Pool | Task | None, say: Reporter
+) -> Iterator[Job]:
+    """Everything that will be run, made and checked before anything runs."""
+    name = experiment.name or "experiment"
+    for point, variant in experiment.variants():
+        for seed in variant.seeds:
+            say.doing(f"preparing data, seed {seed}")
+            task = make_task(variant, seed, data)
+            for spec in with_baselines(variant):
+                setup = make_setup(variant, spec, task, network)
+                config = _config(variant, spec, point, seed, task, setup)
+                yield Job(variant, point, setup, task, seed, RunFolder.of(out, name, spec.title, seed, config), config)
+
+
+def _config(
+    variant: Experiment, spec: MethodSpec, point: Mapping[str, Any], seed: int, task: Task, setup: Setup
+) -> dict[str, Any]:
+    """What decides the training of one run; adapters do not, so that new ones can be added to a finished run."""
+    whole = variant.model_dump(by_alias=True, exclude={"method", "seeds", "sweep", "name", "title", "baselines", "scale"})
+    arch = {name: [str(m.arch.input_shape), len(m.arch.parameters)] for name, m in setup.methods.items()}
+    method = {key: value for key, value in spec.model_dump(by_alias=True).items() if key != "adapters"}
+    facts = {"format": FORMAT, "seed": seed, "task-hash": task.hash, "networks": arch, "sweep-point": dict(point)}
+    return {**facts, "method": method, **whole}
+
+
+def _check_unfinished(jobs: Sequence[Job], resume: bool, restart: bool) -> None:
+    """Refuse to throw work away silently."""
+    paths = [job.folder.path for job in jobs]
+    twice = next((path for path in paths if paths.count(path) > 1), None)
+    if twice is not None:
+        raise UserError(f"two parts of this experiment are the same run ({twice}); remove one of them")
+    if resume or restart:
+        return
+    for job in jobs:
+        if not job.folder.done and job.folder.checkpoints():
+            state = job.folder.checkpoints()[-1].stem.removeprefix("ckpt-")
+            raise UserError(
+                f"{job.folder.path} was interrupted after round {int(state)} of {job.experiment.rounds}: add --resume to "
+                "go on, or --restart to begin again"
+            )
+
+
+# ---- training ------------------------------------------------------------------------------------------------------------
+def _federation(job: Job, engine: Engine, compute: Compute) -> Federation:
+    variant = job.experiment
+    return Federation(job.setup, job.task, engine, compute, job.seed, variant.rounds, variant.participation)
+
+
+def _train(job: Job, engine: Engine, compute: Compute, resume: bool, say: Reporter) -> None:
+    """From the start, or from the last checkpoint, to the last round."""
+    folder, variant = job.folder, job.experiment
+    title = f"{job.setup.spec.title} seed {job.seed}"
+    if folder.done:
+        say.skip(title, variant.rounds)
+        return
+    federation = _federation(job, engine, compute)
+    if resume and folder.checkpoints():
+        state, progress = folder.restore(compute.device)
+        say.note(f"{title}: going on after round {state.round}")
+        say.begin(title, state.round, variant.rounds)
+    else:
+        state, progress = federation.start(), Progress()
+        folder.begin(toml_text(job.config))
+        say.begin(title, 0, variant.rounds)
+        folder.checkpoint(state, progress)
+    started = time.perf_counter()
+    while state.round < variant.rounds:
+        state, report = federation.step(state)
+        folder.log(_line(state.round, report))
+        progress = replace(progress, lines=progress.lines + 1)
+        for name in report.left_out:
+            say.note(f"{title}, round {state.round}: client {name!r} diverged (not finite) and was left out")
+        if _due(state.round, variant.evaluate.every, variant.rounds):
+            progress = _validate(job, federation, state, progress)
+        if _due(state.round, variant.checkpoint_every, variant.rounds):
+            folder.checkpoint(state, progress)
+        say.round(title, state.round, report.loss, progress.best)
+    if variant.rounds == 0:
+        progress = _validate(job, federation, state, progress)
+        folder.checkpoint(state, progress)
+    facts = {
+        "fedshift": fedshift.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "task-hash": job.task.hash,
+        "seed": job.seed,
+        "rounds": variant.rounds,
+        "best-round": progress.best_round,
+        "device": str(compute.device),
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+    folder.write("done", json.dumps(facts, indent=1) + "\n")
+
+
+def _due(round_: int, every: int, rounds: int) -> bool:
+    return round_ == rounds or (every > 0 and round_ % every == 0)
+
+
+def _line(round_: int, report: RoundReport) -> dict[str, Any]:
+    return {
+        "round": round_,
+        "train/loss": report.loss,
+        "participants": report.participants,
+        "left-out": list(report.left_out),
+        "bytes-down": report.bytes_down,
+        "bytes-up": report.bytes_up,
+        "seconds": round(report.seconds, 4),
+    }
+
+
+def _validate(job: Job, federation: Federation, state: State, progress: Progress) -> Progress:
+    """Score validation data (and test streams for the oracle), and keep the state if it is the best so far."""
+    parts = ["val", *(job.task.streams if job.experiment.evaluate.oracle else ())]
+    plain = {name: job.setup.adapter(AdapterSpec(name="none"), m) for name, m in job.setup.methods.items()}
+    started = time.perf_counter()
+    scores = federation.evaluate(plain, federation.deployed(state), parts)
+    model = _model_name(job)
+    by_part = {part: {name: score for (name, p), score in scores.items() if p == part} for part in parts}
+    line: dict[str, Any] = {"round": state.round}
+    for part, own in by_part.items():
+        line[f"{model}/{part}/clients"] = summarise(own).as_dict()
+    line["seconds"] = round(time.perf_counter() - started, 4)
+    job.folder.log(line)
+    accuracy = summarise(by_part["val"]).all
+    progress = replace(progress, lines=progress.lines + 1)
+    if accuracy > progress.best:  # never true without validation data: NaN
+        job.folder.save_best(state)
+        progress = replace(progress, best=accuracy, best_round=state.round)
+    return progress
+
+
+def _model_name(job: Job) -> str:
+    return "personal" if job.setup.method.personal else "global"
+
+
+# ---- adapters ------------------------------------------------------------------------------------------------------------
+def _adapt(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
+    """Every adapter that has no scores yet, on the last state and on the one chosen by validation."""
+    waiting = [spec for spec in job.setup.spec.adapters if adapter_label(spec) not in job.folder.scores()]
+    title = f"{job.setup.spec.title} seed {job.seed}"
+    if not waiting:
+        return
+    federation = _federation(job, engine, compute)
+    states = {"last": job.folder.last(compute.device), "best-val": job.folder.best(compute.device)}
+    models: dict[int, list[tuple[str, str, dict[str, Tree]]]] = {}
+    for state in states.values():
+        if state.round not in models:
+            say.doing(f"{title}: models of round {state.round}")
+            models[state.round] = _models(job, federation, state, say)
+    for spec in waiting:
+        say.doing(f"{title}: adapter {adapter_label(spec)}")
+        adapters = {name: job.setup.adapter(spec, method) for name, method in job.setup.methods.items()}
+        found: dict[int, list[dict[str, Any]]] = {}
+        for round_, offered in models.items():
+            rows: list[dict[str, Any]] = []
+            for model, population, deployed in offered:
+                if model == "after-local" and spec.name != "none":
+                    continue
+                scores = federation.evaluate(adapters, deployed, list(job.task.streams))
+                rows += [_row(model, stream, population, scores) for stream in job.task.streams]
+            found[round_] = rows
+        job.folder.write_scores(
+            adapter_label(spec),
+            [
+                {"selection": rule, "round": state.round, "adapter": spec.name, "options": spec.options(), **row}
+                for rule, state in states.items()
+                for row in found[state.round]
+            ],
+        )
+
+
+def adapter_label(spec: AdapterSpec) -> str:
+    """What the adapter's file and row are called: its label, or its name with its options.
+
+    >>> adapter_label(AdapterSpec(name="tent", lr=0.01))
+    'tent lr=0.01'
+    """
+    options = " ".join(f"{key}={value}" for key, value in spec.options().items())
+    return (spec.label or f"{spec.name} {options}".strip()).replace("/", "_")
+
+
+def _models(job: Job, federation: Federation, state: State, say: Reporter) -> list[tuple[str, str, dict[str, Tree]]]:
+    """The models that are scored: (name, population, trees by client)."""
+    models = [(_model_name(job), "clients", federation.deployed(state))]
+    if job.experiment.evaluate.after_local:
+        models.append(("after-local", "clients", federation.after_local(state)))
+    if job.task.unseen:
+        trees, _ = federation.newcomers(state)
+        if trees:
+            models.append((_model_name(job), "unseen", trees))
+        else:
+            say.note(f"{job.setup.spec.title} has nothing to give to clients nobody has seen; that row is left out")
+    return [(model, population, trees) for model, population, trees in models if trees]
+
+
+def _row(model: str, stream: str, population: str, scores: Mapping[tuple[str, str], Score]) -> dict[str, Any]:
+    own = {name: score for (name, part), score in scores.items() if part == stream}
+    return {
+        "metric": f"{model}/{stream}/{population}",
+        **summarise(own).as_dict(),
+        "by-client": {name: [score.samples, score.correct, round(score.loss, 4)] for name, score in own.items()},
+    }
+
+

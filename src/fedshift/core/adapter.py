@@ -1,0 +1,68 @@
+"""An adapter: what a deployed client does with its unlabelled test data. The second axis, orthogonal to methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from fedshift.core.arch import Arch, Output
+from fedshift.core.method import Draw
+from fedshift.core.tree import Tensors, Tree
+
+
+class Forward(Protocol):
+    """A method's forward pass: logits, features, inner activations, refreshed buffers of a deployed model."""
+
+    def __call__(self, deployed: Tree, x: Tensor, batch_stats: bool = False) -> Output:
+        """Predict images in [0, 1]."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Predicts without adapting; override to adapt.
+
+    ``needs`` are slots the method must deploy, ``needs_arch`` properties the network must have. ``batch`` is the number
+    of samples an adapter must see together; None means per-sample answers, the same in chunks of any size.
+    """
+
+    arch: Arch
+    forward: Forward
+
+    needs: ClassVar[frozenset[str]] = frozenset({"model"})
+    needs_arch: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def batch(self) -> int | None:
+        """How many samples belong together, or None if each is on its own."""
+        return None
+
+    def requirements(self) -> frozenset[str]:
+        """Properties of the architecture that these settings need."""
+        return self.needs_arch
+
+    def draws(self) -> dict[str, Draw]:
+        """Random tensors wanted per sample, keyed by sample id."""
+        return {}
+
+    def prepare(self, deployed: Tree, batches: list[Mapping[str, Tensor]]) -> Tree:
+        """Before deployment, at the client, with its training data (``x``, ``y``); the result joins ``deployed``."""
+        return {}
+
+    def init(self, deployed: Tree) -> Tree:
+        """The state a stream starts from."""
+        return deployed
+
+    def fit(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> Tree:
+        """For adapters that see the whole unlabelled set before they predict any of it."""
+        return state
+
+    def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
+        """One chunk of the stream; the order of predicting and adapting is the adapter's own."""
+        return self.forward(state, x), state
+
+    def update(self, tensors: Tensors, x: Tensor) -> Tensors:
+        """One differentiable adaptation step, reusable inside a training loss."""
+        return tensors

@@ -1,0 +1,227 @@
+"""A network as a pure function of its tensors, with every entry known by its role.
+
+An :class:`Arch` splits a module into an encoder and a linear head, and knows which entries belong to normalisation
+layers *by module type*: a BatchNorm inside ``downsample.1`` is found although its name does not say so, and its running
+statistics count as part of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedshift.core.tree import Tensors
+from fedshift.errors import UserError
+
+BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+RANDOM_LAYERS = (nn.modules.dropout._DropoutNd, nn.RReLU)
+
+
+class Output(NamedTuple):
+    """What a forward pass gives: logits, the head's input, named inner activations, and refreshed buffers."""
+
+    logits: Tensor
+    features: Tensor
+    aux: dict[str, Tensor]
+    buffers: Tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Arch:
+    """A network whose tensors live outside of it. Make one with :meth:`of`.
+
+    ``parameters`` and ``buffers`` are all names in the module's order; ``head``, ``encoder`` and ``norm`` are the names
+    by role (``norm`` with running statistics). Inputs are images in [0, 1]; the fixed normalisation is part of the
+    network, so augmentations, adapters and a serving process all see plain pixels.
+    """
+
+    name: str
+    input_shape: tuple[int, int, int]
+    classes: int
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    head: frozenset[str]
+    encoder: frozenset[str]
+    norm: frozenset[str]
+    has_batch_norm: bool
+    is_random: bool  # contains layers that draw random numbers themselves (dropout)
+    has_convolution: bool
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    factory: Callable[[], nn.Module] = field(repr=False)
+    _training: nn.Module = field(repr=False)
+    _inference: nn.Module = field(repr=False)
+    _head: nn.Module = field(repr=False)
+    _head_name: str = ""
+
+    @staticmethod
+    def of(
+        network: nn.Module | Callable[[], nn.Module],
+        input_shape: Sequence[int],
+        name: str = "",
+        head: str | None = None,
+        mean: Sequence[float] = (0.5,),
+        std: Sequence[float] = (0.5,),
+    ) -> Arch:
+        """Describe a network.
+
+        ``network`` is a module (its weights are every seed's start) or a function that makes one (called anew for each
+        seed). ``head`` names the last linear layer; left out, it is the attribute ``head`` or the last ``nn.Linear``.
+
+        >>> net = lambda: nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 2))
+        >>> arch = Arch.of(net, (1, 2, 2))
+        >>> sorted(arch.head), sorted(arch.norm)[:2]
+        (['4.bias', '4.weight'], ['2.bias', '2.num_batches_tracked'])
+        >>> arch(arch.init(seed=0), torch.rand(5, 1, 2, 2)).logits.shape
+        torch.Size([5, 2])
+        """
+        given = network if isinstance(network, nn.Module) else None
+        factory: Callable[[], nn.Module] = (lambda: given) if given is not None else network
+        with torch.random.fork_rng(devices=[]):
+            module = copy.deepcopy(factory()).cpu().float()
+        label = name or type(module).__name__.lower()
+        head_name = head if head is not None else _find_head(module, label)
+        try:
+            head_module = module.get_submodule(head_name)
+        except AttributeError:
+            raise UserError(f"network {label!r} has no layer called {head_name!r}") from None
+        encoder = _without(module, head_name)
+        shape = (int(input_shape[0]), int(input_shape[1]), int(input_shape[2]))
+        logits = _check_split(module, encoder, head_module, shape, label, head_name)
+        head_names = frozenset(f"{head_name}.{n}" for n, _ in _entries(head_module))
+        names = [n for n, _ in _entries(module)]
+        parameters = tuple(n for n, _ in module.named_parameters())
+        return Arch(
+            name=label,
+            input_shape=shape,
+            classes=logits.shape[1],
+            parameters=parameters,
+            buffers=tuple(n for n in names if n not in set(parameters)),
+            head=head_names,
+            encoder=frozenset(names) - head_names,
+            norm=_names_of(module, NORMS),
+            has_batch_norm=any(isinstance(m, BATCH_NORMS) for m in module.modules()),
+            is_random=any(isinstance(m, RANDOM_LAYERS) and getattr(m, "p", 1.0) > 0 for m in module.modules()),
+            has_convolution=any(isinstance(m, nn.modules.conv._ConvNd) for m in module.modules()),
+            mean=tuple(mean),
+            std=tuple(std),
+            factory=factory,
+            _training=_sharing_copy(encoder).train(),
+            _inference=_sharing_copy(encoder).eval(),
+            _head=head_module,
+            _head_name=head_name,
+        )
+
+    def init(self, seed: int) -> Tensors:
+        """The tensors a run with this seed starts from: parameters and buffers.
+
+        >>> arch = Arch.of(lambda: nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), (1, 2, 2))
+        >>> torch.equal(arch.init(1)["1.weight"], arch.init(1)["1.weight"])
+        True
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = self.factory()
+        return {name: leaf.detach().cpu().clone() for name, leaf in _entries(module)}
+
+    def encode(self, tensors: Tensors, x: Tensor, batch_stats: bool = False) -> tuple[Tensor, dict[str, Tensor], Tensors]:
+        """Features of images in [0, 1], inner activations the network chose to return, and refreshed buffers.
+
+        With ``batch_stats`` normalisation layers use this batch's statistics and the refreshed running ones are
+        returned; the given tensors are never changed.
+        """
+        own = {name: leaf for name, leaf in tensors.items() if name in self.encoder}
+        refreshed: Tensors = {}
+        if batch_stats:
+            refreshed = {name: own[name].clone() for name in self.buffers if name in own}
+        features = functional_call(
+            self._training if batch_stats else self._inference, {**own, **refreshed}, (self.normalise(x),)
+        )
+        if isinstance(features, tuple):
+            return features[0], features[1], refreshed
+        return features, {}, refreshed
+
+    def classify(self, tensors: Tensors, features: Tensor) -> Tensor:
+        """The head alone: logits of features."""
+        cut = len(self._head_name) + 1
+        own = {name[cut:]: leaf for name, leaf in tensors.items() if name in self.head}
+        logits: Tensor = functional_call(self._head, own, (features,))
+        return logits
+
+    def __call__(self, tensors: Tensors, x: Tensor, batch_stats: bool = False) -> Output:
+        """Encoder and head."""
+        features, aux, buffers = self.encode(tensors, x, batch_stats)
+        return Output(self.classify(tensors, features), features, aux, buffers)
+
+    def normalise(self, x: Tensor) -> Tensor:
+        """The fixed input normalisation."""
+        if len(set(self.mean)) == 1 and len(set(self.std)) == 1:  # scalars need no tensor on the device
+            return x if (self.mean[0], self.std[0]) == (0.0, 1.0) else (x - self.mean[0]) / self.std[0]
+        mean, std = (torch.tensor(v, dtype=x.dtype, device=x.device)[:, None, None] for v in (self.mean, self.std))
+        return (x - mean) / std
+
+    @property
+    def trainable(self) -> frozenset[str]:
+        """The names an optimiser may touch."""
+        return frozenset(self.parameters)
+
+
+def _entries(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _names_of(module: nn.Module, types: tuple[type[nn.Module], ...]) -> frozenset[str]:
+    layers = [(prefix, layer) for prefix, layer in module.named_modules() if isinstance(layer, types)]
+    return frozenset(f"{prefix}.{name}".lstrip(".") for prefix, layer in layers for name, _ in _entries(layer))
+
+
+def _find_head(module: nn.Module, label: str) -> str:
+    if isinstance(getattr(module, "head", None), nn.Linear):
+        return "head"
+    linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    if not linear:
+        raise UserError(f"network {label!r} has no nn.Linear to be its head; name the last layer with head=...")
+    return linear[-1]
+
+
+def _without(module: nn.Module, head_name: str) -> nn.Module:
+    """The same module (sharing its tensors) with the head replaced by the identity."""
+    twin = _sharing_copy(module)
+    parent, _, leaf = head_name.rpartition(".")
+    setattr(twin.get_submodule(parent), leaf, nn.Identity())
+    return twin
+
+
+def _sharing_copy(module: nn.Module) -> nn.Module:
+    """A copy of the module objects that shares parameters and buffers, so train and eval mode cost no memory."""
+    return copy.deepcopy(module, {id(leaf): leaf for _, leaf in _entries(module)})
+
+
+def _check_split(
+    module: nn.Module, encoder: nn.Module, head: nn.Module, shape: tuple[int, int, int], label: str, head_name: str
+) -> Tensor:
+    """Run once: the input must fit, and the head must really be the last operation."""
+    probe = torch.linspace(0, 1, 2 * shape[0] * shape[1] * shape[2]).reshape(2, *shape)
+    modules = [_sharing_copy(m).eval() for m in (module, encoder, head)]
+    with torch.no_grad():
+        try:
+            whole = modules[0](probe)
+            features = modules[1](probe)
+        except (RuntimeError, ValueError) as error:
+            raise UserError(f"network {label!r} does not take images of shape {list(shape)} ({error})") from None
+        whole = whole[0] if isinstance(whole, tuple) else whole
+        logits: Tensor = modules[2](features[0] if isinstance(features, tuple) else features)
+    if logits.shape != whole.shape or not torch.allclose(logits, whole, atol=1e-5):
+        raise UserError(
+            f"layer {head_name!r} is not the last operation of network {label!r}; name the layer that gives the logits "
+            "with head=..., and return logits, not probabilities"
+        )
+    return logits

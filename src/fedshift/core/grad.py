@@ -1,0 +1,60 @@
+"""Gradients that work the same in a plain loop and under ``vmap``.
+
+``torch.autograd.grad`` on leaves costs what a plain module costs but cannot run inside a function transform;
+``torch.func.grad`` can, and is slower outside of one. Methods call :func:`gradient` and need not know which engine runs
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fedshift.core.tree import Tensors
+
+Aux = TypeVar("Aux")
+
+
+def _inside_transform() -> bool:
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def gradient(
+    function: Callable[[Tensors], tuple[Tensor, Aux]], at: Tensors, differentiable: bool = False
+) -> tuple[Tensors, Tensor, Aux]:
+    """The gradient of ``function`` at ``at``, its value, and what it returned beside the value.
+
+    ``differentiable=True`` keeps the result differentiable with respect to ``at`` and everything else, for losses that
+    are taken *through* a step (meta-learning).
+
+    >>> gradient(lambda t: (t["w"].square().sum(), None), {"w": torch.tensor([3.0])})[0]
+    {'w': tensor([6.])}
+    """
+    if _inside_transform():
+
+        def valued(tensors: Tensors) -> tuple[Tensor, tuple[Tensor, Aux]]:
+            value, aux = function(tensors)
+            return value, (value, aux)
+
+        grads, (value, aux) = torch.func.grad(valued, has_aux=True)(at)
+        return grads, value, aux
+    if differentiable:
+        with torch.enable_grad():
+            live = {n: t if t.requires_grad else t.detach().requires_grad_() for n, t in at.items()}
+            value, aux = function(live)
+            flat = torch.autograd.grad(value, list(live.values()), create_graph=True, allow_unused=True)
+        return _named(live, flat), value, aux
+    with torch.enable_grad():
+        leaves = {name: leaf.detach().requires_grad_() for name, leaf in at.items()}
+        value, aux = function(leaves)
+        flat = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+    return _named(leaves, flat), value.detach(), aux
+
+
+def _named(tensors: Tensors, grads: tuple[Tensor | None, ...]) -> Tensors:
+    """A tensor the loss does not touch has gradient zero, as under ``torch.func``."""
+    pairs = zip(tensors.items(), grads, strict=True)
+    return {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in pairs}

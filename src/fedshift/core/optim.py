@@ -1,0 +1,130 @@
+"""Optimisers as pure update rules on named tensors: ``(tensors, grads, memory) -> (tensors, memory)``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fedshift.core.tree import Tensors
+from fedshift.errors import UserError
+
+
+class Optim(Protocol):
+    """What a phase trains with. ``lr`` is the rate before the run's decay; ``scale`` is that decay, a 0-d tensor."""
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first round."""
+
+    def memory(self, tensors: Tensors) -> Tensors:
+        """The optimiser's state at the start of a phase."""
+
+    def update(self, tensors: Tensors, grads: Tensors, memory: Tensors, scale: Tensor | float) -> tuple[Tensors, Tensors]:
+        """One step; neither argument is changed."""
+
+
+def _checked(**values: float) -> None:
+    for name, value in values.items():
+        if not value >= 0:
+            raise UserError(f"{name.replace('_', '-')} must not be negative, not {value}")
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Stochastic gradient descent with torch's conventions: coupled L2 weight decay, heavy-ball momentum.
+
+    >>> rule = SGD(lr=0.5)
+    >>> rule.update({"w": torch.tensor(1.0)}, {"w": torch.tensor(2.0)}, {}, 1.0)[0]
+    {'w': tensor(0.)}
+    """
+
+    lr: float = 0.01
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        _checked(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+
+    def memory(self, tensors: Tensors) -> Tensors:
+        """Zero velocities where there is momentum, nothing otherwise."""
+        if not self.momentum:
+            return {}
+        return {f"velocity/{name}": torch.zeros_like(leaf) for name, leaf in tensors.items()}
+
+    def update(self, tensors: Tensors, grads: Tensors, memory: Tensors, scale: Tensor | float) -> tuple[Tensors, Tensors]:
+        """``v <- momentum v + g + wd w``; ``w <- w - lr v`` (the first velocity is the gradient, as in torch)."""
+        rate = self.lr * scale
+        moved: Tensors = {}
+        kept: Tensors = {}
+        for name, leaf in tensors.items():
+            step = grads[name]
+            if self.weight_decay:
+                step = step.add(leaf, alpha=self.weight_decay)
+            if self.momentum:
+                step = step.add(memory[f"velocity/{name}"], alpha=self.momentum)
+                kept[f"velocity/{name}"] = step
+            moved[name] = leaf - step * rate
+        return moved, kept
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Adam with torch's conventions (weight decay coupled as L2).
+
+    >>> rule = Adam(lr=0.1)
+    >>> w = {"w": torch.tensor(1.0)}
+    >>> rule.update(w, {"w": torch.tensor(5.0)}, rule.memory(w), 1.0)[0]
+    {'w': tensor(0.9000)}
+    """
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        _checked(lr=self.lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay)
+
+    def memory(self, tensors: Tensors) -> Tensors:
+        """Zero moments and a step counter."""
+        memory = {f"{kind}/{name}": torch.zeros_like(leaf) for kind in ("m", "v") for name, leaf in tensors.items()}
+        first = next(iter(tensors.values()), torch.zeros(()))
+        return {**memory, "t": torch.zeros((), dtype=first.dtype, device=first.device)}
+
+    def update(self, tensors: Tensors, grads: Tensors, memory: Tensors, scale: Tensor | float) -> tuple[Tensors, Tensors]:
+        """One bias-corrected step."""
+        count = memory["t"] + 1
+        moved: Tensors = {}
+        kept: Tensors = {"t": count}
+        for name, leaf in tensors.items():
+            grad = grads[name]
+            if self.weight_decay:
+                grad = grad.add(leaf, alpha=self.weight_decay)
+            m = memory[f"m/{name}"] * self.beta1 + grad * (1 - self.beta1)
+            v = memory[f"v/{name}"] * self.beta2 + grad.square() * (1 - self.beta2)
+            kept[f"m/{name}"], kept[f"v/{name}"] = m, v
+            m_hat = m / (1 - self.beta1**count)
+            v_hat = v / (1 - self.beta2**count)
+            moved[name] = leaf - m_hat / (v_hat.sqrt() + self.eps) * (self.lr * scale)
+        return moved, kept
+
+
+def clip_by_norm(grads: Tensors, limit: float) -> Tensors:
+    """Scale all gradients together so that their joint norm is at most ``limit`` (torch's rule).
+
+    >>> clip_by_norm({"w": torch.tensor([30.0, 40.0])}, 5.0)["w"].norm().round(decimals=3)
+    tensor(5.)
+    """
+    norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    return {name: grad * factor for name, grad in grads.items()}
+
+
+OPTIMISERS: Mapping[str, type[SGD] | type[Adam]] = {"sgd": SGD, "adam": Adam}

@@ -1,0 +1,46 @@
+"""Which methods meet which adapters: computed from what one deploys and the other needs, never listed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fedshift.core.adapter import Adapter
+from fedshift.core.arch import Arch
+from fedshift.core.method import Method
+from fedshift.errors import UserError
+
+REASONS: Mapping[str, str] = {
+    "norm": "normalisation layers (for instance [model] norm = true)",
+    "batch-norm": "BatchNorm layers (for instance [model] norm = true)",
+}
+
+
+def properties(arch: Arch) -> frozenset[str]:
+    """What a network has that somebody may need."""
+    return frozenset({"norm"} if arch.norm else ()) | frozenset({"batch-norm"} if arch.has_batch_norm else ())
+
+
+def missing_for_method(name: str, needs: frozenset[str], arch: Arch) -> str | None:
+    """One sentence on why this method cannot run on this network, or None."""
+    lacking = sorted(needs - properties(arch))
+    if not lacking:
+        return None
+    return f"method {name!r} needs {REASONS[lacking[0]]}, which model {arch.name!r} does not have"
+
+
+def missing_for_pair(method: str, deploys: frozenset[str], adapter_name: str, adapter: Adapter) -> str | None:
+    """One sentence on why this adapter cannot follow this method, or None if the pair is valid."""
+    slots = sorted(adapter.needs - deploys)
+    if slots:
+        return f"adapter {adapter_name!r} needs {', '.join(slots)}, which method {method!r} does not deploy"
+    lacking = sorted(adapter.requirements() - properties(adapter.arch))
+    if lacking:
+        return f"adapter {adapter_name!r} needs {REASONS[lacking[0]]}, which model {adapter.arch.name!r} does not have"
+    return None
+
+
+def check_method(name: str, method: Method) -> None:
+    """Raise the sentence if there is one."""
+    reason = missing_for_method(name, method.needs, method.arch)
+    if reason:
+        raise UserError(reason)

@@ -1,0 +1,95 @@
+"""The batch plan: which samples a client sees in which step, and the random tensors that come with them.
+
+Everything here is a pure function of (run seed, round, client, purpose), so that every engine, a resumed run and a
+client on another machine do exactly the same work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedshift.core import rng
+from fedshift.core.arch import Arch
+from fedshift.core.method import Draw, Now, Phase, Train
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the engine is asked to do with every client it is given."""
+
+    phases: tuple[Phase, ...]
+    now: Now
+    seed: int
+    final: bool = False  # the phases after the last aggregation: results stay with the client
+
+    def seed_for(self, client: str, *purpose: object) -> int:
+        """The seed of one purpose at one client in this round."""
+        moment: object = "final" if self.final else self.now.round
+        return rng.seed_of(self.seed, moment, client, *purpose)
+
+
+def batches(n: int, phase: Phase, train: Train, seed: int, no_singles: bool) -> list[Tensor]:
+    """Positions 0..n-1 of each step's samples.
+
+    A short last batch is kept by default; ``drop`` leaves it out unless it is the only one; ``wrap`` fills it from the
+    start of the epoch. With ``no_singles`` a last batch of one sample joins the one before it, because one sample has
+    no batch statistics.
+
+    >>> [len(b) for b in batches(70, Phase(epochs=1), Train(batch_size=32), seed=0, no_singles=False)]
+    [32, 32, 6]
+    >>> [len(b) for b in batches(65, Phase(epochs=1), Train(batch_size=32), seed=0, no_singles=True)]
+    [32, 33]
+    """
+    if n == 0:
+        return []
+    if phase.trainable == frozenset():  # a fold looks at every sample once, in order
+        return list(torch.arange(n).split(train.batch_size))
+    steps = phase.steps
+    if steps is None and phase.epochs is None:
+        steps = train.local_steps
+    per_epoch = len(_cut(torch.arange(n), train, no_singles))
+    epochs = -(-steps // per_epoch) if steps is not None else (train.local_epochs if phase.epochs is None else phase.epochs)
+    orders = rng.permutations(seed, epochs, n)
+    plan = [batch for order in orders for batch in _cut(order, train, no_singles)]
+    return plan if steps is None else plan[:steps]
+
+
+def _cut(order: Tensor, train: Train, no_singles: bool) -> list[Tensor]:
+    size = train.batch_size
+    parts = list(order.split(size))
+    if len(parts) > 1 and len(parts[-1]) < size:
+        if train.last_batch == "drop":
+            parts = parts[:-1]
+        elif train.last_batch == "wrap":
+            parts[-1] = torch.cat([parts[-1], order[: size - len(parts[-1])]])
+        elif no_singles and len(parts[-1]) == 1:
+            parts = [*parts[:-2], torch.cat(parts[-2:])]
+    return parts
+
+
+def fitting(phase: Phase, arch: Arch, size: int) -> Phase:
+    """The phase for a batch of this size: one sample alone is normalised with the running statistics."""
+    return replace(phase, batch_stats=False) if size == 1 and arch.has_batch_norm and phase.batch_stats else phase
+
+
+def draw(
+    wanted: Mapping[str, Draw], seeds: Mapping[str, int | Tensor], ids: Tensor, dtype: torch.dtype, step: int | Tensor = 0
+) -> dict[str, Tensor]:
+    """The random tensors of one step: ``[len(ids), *shape]`` per name, a function of (seed, step, id) alone."""
+    result: dict[str, Tensor] = {}
+    for name, wish in wanted.items():
+        keys = ids + step * (1 << 24)
+        if wish.kind == "integers":
+            result[name] = rng.integers(seeds[name], keys, wish.high, wish.shape)
+        else:
+            result[name] = getattr(rng, wish.kind)(seeds[name], keys, wish.shape).to(dtype)
+    return result
+
+
+def seeds_for(wanted: Sequence[str], plan: Plan, client: str, phase: Phase) -> dict[str, int]:
+    """One seed per draw of a phase."""
+    return {name: plan.seed_for(client, phase.name, "draw", name) for name in wanted}

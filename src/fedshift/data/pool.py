@@ -1,0 +1,96 @@
+"""A pool: every image of a data source held once as uint8, with what is known about each."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedshift.errors import UserError
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Images and labels of a source, before anybody is a client.
+
+    ``domains``, ``users``, ``supers``, ``groups`` and ``splits`` are integer codes per image into the matching tuple of
+    names, or None when the source does not have that column. ``groups`` names images that must stay on one side of a
+    split (several crops of one photograph); exact duplicates are found from the pixels and need no column.
+    """
+
+    images: Tensor  # uint8 [N, channels, height, width]
+    labels: Tensor  # int64 [N]
+    classes: tuple[str, ...]
+    domains: Tensor | None = None
+    domain_names: tuple[str, ...] = ()
+    users: Tensor | None = None
+    user_names: tuple[str, ...] = ()
+    supers: Tensor | None = None
+    super_names: tuple[str, ...] = ()
+    groups: Tensor | None = None
+    splits: Tensor | None = None  # 0 train, 1 val, 2 test: the file's own split
+    provenance: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse pools that cannot be right."""
+        if self.images.dtype != torch.uint8 or self.images.ndim != 4:
+            raise UserError(
+                f"images must be uint8 [N, channels, height, width], not {self.images.dtype} {list(self.images.shape)}"
+            )
+        if self.labels.shape != (len(self.images),):
+            raise UserError(f"{len(self.images)} images need as many labels, not {list(self.labels.shape)}")
+        if len(self.images) == 0:
+            raise UserError("the data source holds no images")
+        if int(self.labels.min()) < 0 or int(self.labels.max()) >= len(self.classes):
+            raise UserError(
+                f"labels must lie in 0..{len(self.classes) - 1}, found "
+                f"{int(self.labels.min())}..{int(self.labels.max())}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def content(self) -> Tensor:
+        """A 63-bit fingerprint of every image's pixels: the sample's id, whatever else is in the pool.
+
+        >>> x = torch.zeros(3, 1, 2, 2, dtype=torch.uint8); x[1] = 9
+        >>> a, b, c = Pool(x, torch.zeros(3, dtype=torch.int64), ("a",)).content().tolist()
+        >>> a == c, a == b
+        (True, False)
+        """
+        flat = self.images.reshape(len(self), -1).contiguous().numpy()
+        digests = b"".join(hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in flat)
+        return torch.from_numpy((np.frombuffer(digests, dtype="<u8") >> np.uint64(1)).astype(np.int64))
+
+    def together(self, content: Tensor) -> Tensor:
+        """An id per image, equal for images that must stay on one side of a split.
+
+        Those are images with identical pixels (``content`` is :meth:`content`) and images with the same ``groups`` code.
+
+        >>> x = torch.zeros(3, 1, 2, 2, dtype=torch.uint8); x[1] = 9
+        >>> pool = Pool(x, torch.zeros(3, dtype=torch.int64), ("a",))
+        >>> a, b, c = pool.together(pool.content()).tolist()
+        >>> a == c, a == b
+        (True, False)
+        """
+        same = np.unique(content.numpy(), return_inverse=True)[1].reshape(-1)
+        if self.groups is None:
+            return torch.from_numpy(same.astype(np.int64))
+        return _joined(same, self.groups.numpy())
+
+
+def _joined(a: np.ndarray, b: np.ndarray) -> Tensor:
+    """Connected components of 'same a or same b': a duplicate of a group's member belongs to the group."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    n = len(a)
+    codes = np.unique(b, return_inverse=True)[1]
+    rows = np.concatenate([np.arange(n), np.arange(n)])
+    cols = np.concatenate([n + a, 2 * n + codes])
+    graph = coo_array((np.ones(2 * n, dtype=bool), (rows, cols)), shape=(3 * n, 3 * n))
+    return torch.from_numpy(connected_components(graph, directed=False)[1][:n].astype(np.int64))

@@ -1,0 +1,230 @@
+"""Splits: which of a client's images train, validate and test it, and which clients nobody trains on.
+
+``groups`` is everywhere one id per image of the *pool* (``Pool.together``): images with equal ids, exact duplicates
+or crops of one photograph, never end on two sides of a split. ``purge`` extends that promise over all clients.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedshift.core import rng
+from fedshift.core.rng import seed_of
+from fedshift.errors import UserError
+
+Split = tuple[Tensor, Tensor, Tensor]
+
+_TRAIN, _VAL, _TEST = 0, 1, 2
+_SPARE_ORDER = (_TRAIN, _TEST, _VAL)  # who gets an odd image first: a client can do without validation
+
+
+def split(indices: Tensor, groups: Tensor, fractions: tuple[float, float, float], seed: int) -> Split:
+    """Train, validation and test indices of one client, each sorted; together they are ``indices``.
+
+    Sizes are the fractions of the images as nearly as whole groups allow. A client with at least two groups has at
+    least one train and one test image where those fractions are positive.
+
+    >>> train, val, test = split(torch.arange(10), torch.arange(10), (0.6, 0.2, 0.2), seed=0)
+    >>> len(train), len(val), len(test), sorted(torch.cat([train, val, test]).tolist()) == list(range(10))
+    (6, 2, 2, True)
+    >>> twins = torch.arange(10) // 5                                      # two photographs, five crops of each
+    >>> [len(set(twins[part].tolist())) for part in split(torch.arange(10), twins, (0.6, 0.0, 0.4), seed=1)]
+    [1, 0, 1]
+    """
+    shares = _checked(fractions)
+    _covers(indices, groups)
+    if len(indices) == 0:
+        return indices.to(torch.int64), indices.to(torch.int64), indices.to(torch.int64)
+    found = np.unique(groups[indices].numpy(), return_inverse=True, return_counts=True)
+    ids, member, sizes = (torch.from_numpy(array) for array in found)
+    # Large groups are placed while there is room for them. Equal sizes come in an order drawn from the groups' own ids,
+    # so it is a random permutation that stays when the client's other images change.
+    luck = rng.bits(seed_of(seed, "split"), ids)
+    order = luck.argsort(stable=True)
+    order = order[sizes[order].argsort(descending=True, stable=True)]
+    sides = torch.empty(len(ids), dtype=torch.int64)
+    sides[order] = torch.from_numpy(_placed(sizes[order].numpy(), shares, seed_of(seed, "split", "sides")))
+    side = sides[member]
+    train, val, test = (indices[side == part].to(torch.int64).sort().values for part in (_TRAIN, _VAL, _TEST))
+    return train, val, test
+
+
+def _checked(fractions: Sequence[float]) -> np.ndarray:
+    """The three fractions as an array; one sentence when they are not three shares of one."""
+    if len(fractions) != 3:
+        raise UserError(f"a split needs three fractions (train, val, test), not {len(fractions)}: {list(fractions)}")
+    shares = np.asarray(fractions, dtype=np.float64)
+    if not (np.isfinite(shares).all() and (shares >= 0).all()):
+        raise UserError(f"the fractions of a split must be numbers from 0 to 1, not {list(fractions)}")
+    if abs(shares.sum() - 1.0) > 1e-6:
+        raise UserError(f"the fractions of a split must add up to 1, but {list(fractions)} add up to {shares.sum():g}")
+    return shares
+
+
+def _covers(indices: Tensor, ids: Tensor, what: str = "group") -> None:
+    """Refuse ids that do not reach to the largest index: they belong to another pool."""
+    if len(indices) and int(indices.max()) >= len(ids):
+        raise UserError(
+            f"there are {what} ids for {len(ids)} images, but image {int(indices.max())} is asked for: "
+            f"give one id per image of the pool"
+        )
+
+
+def _apportioned(total: int, shares: np.ndarray) -> np.ndarray:
+    """Whole numbers that add up to ``total`` in proportion to ``shares``, by largest remainder."""
+    exact = total * shares / shares.sum()
+    counts: np.ndarray = np.floor(exact).astype(np.int64)
+    rest = np.round(exact - counts, 9)  # a tie is a tie, and 2.9999... is nearly three, whatever the last bits say
+    for side in sorted(_SPARE_ORDER, key=lambda side: -rest[side])[: total - int(counts.sum())]:
+        counts[side] += 1
+    return counts
+
+
+def _placed(sizes: np.ndarray, shares: np.ndarray, seed: int) -> np.ndarray:
+    """The side of every group, for group sizes in descending order.
+
+    A group of several images goes to a side drawn with the chances of the room left there, so that large groups are not
+    always training data. What is left are single images, which fill the sides to the last place.
+    """
+    room = _apportioned(int(sizes.sum()), shares)
+    large = int((sizes > 1).sum())
+    luck = rng.uniform(seed, torch.arange(large)).double().numpy()
+    sides = np.empty(len(sizes), dtype=np.int64)
+    for i, size in enumerate(sizes[:large].tolist()):
+        chances = np.where(room >= size, room, 0)
+        fits = bool(chances.any())
+        drawn = int(np.searchsorted(chances.cumsum(), luck[i] * chances.sum(), side="right"))
+        sides[i] = drawn if fits else room.argmax()
+        room[sides[i]] -= size
+    single = len(sizes) - large
+    if single:  # their order is random already
+        sides[large:] = np.repeat([_TRAIN, _VAL, _TEST], _apportioned(single, room.clip(min=0)))
+    return _occupied(sides, sizes, shares)
+
+
+def _occupied(sides: np.ndarray, sizes: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """The same sides, with a small group moved to train or test where that should not be empty and need not be."""
+    sides = sides.copy()
+    needed = [side for side in (_TRAIN, _TEST) if shares[side] > 0]
+    for side in needed:
+        held = np.bincount(sides, minlength=3)
+        if held[side] or len(sizes) < 2:
+            continue
+        # A donor must not end up empty itself, unless it is the validation split.
+        donors = [other for other in range(3) if other != side and held[other] > int(other in needed)]
+        images = np.bincount(sides, weights=sizes, minlength=3) - shares * sizes.sum()
+        donor = max(donors, key=lambda other: images[other])
+        sides[np.flatnonzero(sides == donor)[-1]] = side  # the last one, because sizes descend
+    return sides
+
+
+def split_by_file(indices: Tensor, groups: Tensor, splits: Tensor, val_fraction: float, seed: int) -> Split:
+    """The split the file itself declares: ``splits`` holds 0 train, 1 val or 2 test for every image of the pool.
+
+    When the whole file has no val rows, ``val_fraction`` of the client's train rows become its validation split.
+
+    >>> own = torch.tensor([0, 0, 0, 0, 2, 2])
+    >>> [len(part) for part in split_by_file(torch.arange(6), torch.arange(6), own, 0.25, seed=0)]
+    [3, 1, 2]
+    """
+    if not (isinstance(val_fraction, numbers.Real) and 0 <= val_fraction < 1):
+        raise UserError(f"val-fraction must be a number from 0 to below 1, not {val_fraction!r}")
+    _covers(indices, splits, "split")
+    strange = sorted(set(splits.unique().tolist()) - {_TRAIN, _VAL, _TEST})
+    if strange:
+        raise UserError(f"the split column must hold 0 (train), 1 (val) or 2 (test), found {strange[0]}")
+    own = splits[indices]
+    rows = indices.to(torch.int64)
+    train, val, test = (rows[own == part].sort().values for part in (_TRAIN, _VAL, _TEST))
+    if not bool((splits == _VAL).any()):
+        train, val, _ = split(train, groups, (1.0 - val_fraction, val_fraction, 0.0), seed)
+    return train, val, test
+
+
+def purge(
+    clients: Mapping[str, Split], groups: Tensor, held_out: Sequence[Tensor] = ()
+) -> tuple[dict[str, Split], int]:
+    """The same clients without leaks, and how many images were taken out.
+
+    A train image goes when its group occurs in any client's val or test split or in ``held_out`` (the data of unseen
+    clients); a val image goes when its group occurs in any test split or in ``held_out``, which is test data too. Test
+    splits stay. Afterwards no test image, nor a duplicate of one, is in any training split of any client. A client may
+    be left without train or val images: the caller says what that means.
+
+    >>> a = (torch.tensor([0, 1]), torch.tensor([2]), torch.tensor([3]))
+    >>> b = (torch.tensor([4, 5]), torch.tensor([6]), torch.tensor([7]))
+    >>> clean, removed = purge({"a": a, "b": b}, torch.tensor([0, 1, 2, 3, 3, 5, 6, 1]))   # 4 copies 3, 1 copies 7
+    >>> removed, [part.tolist() for part in clean["a"]], [part.tolist() for part in clean["b"]]
+    (2, [[0], [2], [3]], [[5], [6], [7]])
+    """
+    tested = _ids(groups, [*(test for _, _, test in clients.values()), *held_out])
+    evaluated = torch.cat([tested, _ids(groups, [val for _, val, _ in clients.values()])])
+    # Once per image of the pool and not once per client: ten thousand clients are ordinary.
+    in_test, in_either = torch.isin(groups, tested), torch.isin(groups, evaluated)
+    clean: dict[str, Split] = {}
+    removed = 0
+    for name, (train, val, test) in clients.items():
+        _covers(train, groups)
+        clean[name] = (train[~in_either[train]], val[~in_test[val]], test)
+        removed += len(train) + len(val) - len(clean[name][0]) - len(clean[name][1])
+    return clean, removed
+
+
+def _ids(groups: Tensor, rows: Sequence[Tensor]) -> Tensor:
+    """The groups of all the rows."""
+    together = torch.cat([*rows, torch.empty(0, dtype=torch.int64)])
+    _covers(together, groups)
+    return groups[together]
+
+
+def choose_unseen(names: Sequence[str], unseen: float | Sequence[str], seed: int) -> tuple[str, ...]:
+    """The clients that take no part in training, in the order of ``names``: a fraction of them at random, or by name.
+
+    A fraction is rounded half up, to at least one client when it is positive and never to all. Who is chosen depends on
+    the names alone, not on their order.
+
+    >>> choose_unseen(["art", "cartoon", "photo", "sketch"], ["sketch"], seed=0)
+    ('sketch',)
+    >>> len(choose_unseen([f"client-{i}" for i in range(10)], 0.25, seed=0))
+    3
+    """
+    if isinstance(unseen, int | float):
+        chosen = _drawn(names, unseen, seed)
+    else:
+        chosen = {unseen} if isinstance(unseen, str) else set(unseen)  # one name alone is also a sequence of letters
+        _known(names, chosen)
+        if chosen and chosen >= set(names):
+            raise UserError(f"all {len(names)} clients are unseen: leave at least one to train on")
+    return tuple(name for name in names if name in chosen)
+
+
+def _drawn(names: Sequence[str], fraction: float, seed: int) -> set[str]:
+    """A random fraction of the names."""
+    if isinstance(fraction, bool) or not 0 <= fraction < 1:
+        raise UserError(
+            f"unseen must be a fraction from 0 to below 1, or a list of client names, not {fraction!r}: "
+            f"somebody has to train"
+        )
+    if fraction == 0:
+        return set()
+    if len(names) < 2:
+        raise UserError(f"a fraction of clients can be unseen only where there are two or more, not {len(names)}")
+    count = math.floor(fraction * len(names) + 0.5 + 1e-9)  # 0.145 * 100 is 14.5 to a user, whatever the last bit says
+    ranked = sorted(names, key=lambda name: (seed_of(seed, "unseen", name), name))
+    return set(ranked[: min(max(count, 1), len(names) - 1)])
+
+
+def _known(names: Sequence[str], chosen: set[str]) -> None:
+    """Refuse names nobody has, with the nearest ones that exist."""
+    unknown = sorted(chosen - set(names), key=str)
+    if unknown:
+        near = difflib.get_close_matches(str(unknown[0]), names, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"the first ones are called {', '.join(names[:3])}"
+        raise UserError(f"no client is called {unknown[0]!r}, which unseen asks for; {hint}")

@@ -1,0 +1,1 @@
+"""Engines: how many clients' local work is executed. They know no method; methods know no engine."""

@@ -1,0 +1,76 @@
+"""Captured CUDA graphs of a step: the launch overhead of hundreds of small kernels is paid once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fedshift.core.tree import Tree, map_tree
+
+Step: TypeAlias = Callable[[Tree, Mapping[str, Tensor]], Tree]
+WARM_UP = 3  # a step runs this often before it is captured, so that rare shapes are never captured
+MOST = 32  # graphs kept; each holds the memory of its intermediate results
+
+
+class Graphs:
+    """Replays steps. Tensors of a returned state belong to the graph until the next call."""
+
+    def __init__(self, compile_step: bool = False) -> None:
+        self._compile = compile_step
+        self._seen: Counter[Hashable] = Counter()
+        self._steps: dict[Hashable, Step] = {}
+        self._states: dict[Hashable, Tree] = {}
+        self._batches: dict[Hashable, dict[str, Tensor]] = {}
+        self._graphs: dict[Hashable, Any] = {}
+        self._pool: Any = None
+
+    def step(self, group: Hashable, size: int, step: Step, state: Tree, batch: Mapping[str, Tensor]) -> Tree:
+        """One step. ``group`` identifies method, phase and number of clients; ``size`` is the batch's."""
+        key = (group, size)
+        if key not in self._graphs:
+            self._seen[key] += 1
+            chosen = self._steps.setdefault(key, self._prepared(step))
+            if self._seen[key] <= WARM_UP or len(self._graphs) >= MOST:
+                return chosen(state, batch)
+            self._capture(key, group, chosen, state, batch)
+        static = self._states[group]
+        _copy(state, static)
+        for name, leaf in batch.items():
+            self._batches[key][name].copy_(leaf)
+        self._graphs[key].replay()
+        return static
+
+    def clear(self) -> None:
+        """Free everything."""
+        for table in (self._seen, self._steps, self._states, self._batches, self._graphs):
+            table.clear()  # type: ignore[attr-defined]
+
+    def _prepared(self, step: Step) -> Step:
+        return torch.compile(step, dynamic=False) if self._compile else step
+
+    def _capture(self, key: Hashable, group: Hashable, step: Step, state: Tree, batch: Mapping[str, Tensor]) -> None:
+        static = self._states.setdefault(group, map_tree(torch.clone, state))
+        inputs = self._batches.setdefault(key, {name: leaf.clone() for name, leaf in batch.items()})
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step(static, inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            _copy(step(static, inputs), static)
+        self._graphs[key] = graph
+
+
+def _copy(source: Tree, target: Tree) -> None:
+    if source is target:
+        return
+    for slot, leaves in source.items():
+        for name, leaf in leaves.items():
+            if leaf is not target[slot][name]:
+                target[slot][name].copy_(leaf)

@@ -1,0 +1,252 @@
+"""All CPU cores: worker processes over clients, one torch thread each.
+
+Messages are safetensors files in shared memory (``/dev/shm`` where there is room, the temporary folder otherwise): a
+model that goes to every client is written once, workers map it and read it without a copy. The task's images are
+written there once and mapped by every worker. Methods and adapters travel by value, so a class defined in a notebook
+or in a script without a main guard works; one that cannot be shipped falls back to the sequential engine, which is
+said.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import tempfile
+import uuid
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import cloudpickle
+import numpy as np
+import torch
+from loky import get_reusable_executor
+from loky.process_executor import BrokenProcessPool, TerminatedWorkerError
+
+from fedshift.core.adapter import Adapter
+from fedshift.core.method import Method
+from fedshift.core.schedule import Plan
+from fedshift.core.tree import Tree, load, write
+from fedshift.data.task import Task
+from fedshift.engines.sequential import Sequential
+from fedshift.engines.work import Compute, Reply, Score
+from fedshift.errors import UserError
+
+T = TypeVar("T")
+PIECES_PER_WORKER = 4  # small enough pieces that no core waits long for the last one
+
+
+class Parallel:
+    """The sequential loop on several processes at once."""
+
+    def __init__(self, compute: Compute | None = None, workers: int | None = None) -> None:
+        self.compute = compute or Compute()
+        if self.compute.device.type != "cpu":
+            raise UserError("the parallel engine works on CPU cores; use engine vmapped on a GPU")
+        self.workers = workers or usable_cores()
+        self._folder = Path(tempfile.mkdtemp(prefix="fedshift-", dir=_shared_memory()))
+        self._shipped: dict[int, tuple[object, str | None]] = {}
+        self._cleanup = weakref.finalize(self, shutil.rmtree, str(self._folder), ignore_errors=True)
+
+    def train(
+        self, method: Method, downs: Mapping[str, Tree], mines: Mapping[str, Tree], task: Task, plan: Plan
+    ) -> dict[str, Reply]:
+        """The local work of every client in ``downs``."""
+        shipped = self._ship(method)
+        if shipped is None:
+            return Sequential(self.compute).train(method, downs, mines, task, plan)
+        where = self._ship_task(task)
+        names = list(downs)
+        pieces = _pieces(names, [len(task.client(name).train) for name in names], self.workers * PIECES_PER_WORKER)
+        common = _common([downs[name] for name in names])
+        inbox = self._file()
+        write(inbox, {"common": common})
+        jobs = []
+        for piece in pieces:
+            letter = self._file()
+            own = {f"down {name}": _apart(downs[name], common) for name in piece}
+            write(letter, {**own, **{f"mine {name}": mines.get(name, {}) for name in piece}})
+            jobs.append((shipped, where, str(inbox), str(letter), piece, plan, self.compute, str(self._file())))
+        replies: dict[str, Reply] = {}
+        for answer in self._run(_train_piece, jobs):
+            replies |= _read_replies(answer)
+        inbox.unlink()
+        return {name: replies[name] for name in names}
+
+    def evaluate(
+        self, adapter: Adapter, deployed: Mapping[str, Tree], task: Task, parts: Sequence[str], seed: int
+    ) -> dict[tuple[str, str], Score]:
+        """Scores by (client, part)."""
+        shipped = self._ship(adapter)
+        if shipped is None:
+            return Sequential(self.compute).evaluate(adapter, deployed, task, parts, seed)
+        where = self._ship_task(task)
+        names = list(deployed)
+        sizes = [sum(len(task.samples(task.client(name), part)) for part in parts) for name in names]
+        common = _common(list(deployed.values()))
+        inbox = self._file()
+        write(inbox, {"common": common})
+        jobs = []
+        for piece in _pieces(names, sizes, self.workers * PIECES_PER_WORKER):
+            letter = self._file()
+            write(letter, {name: _apart(deployed[name], common) for name in piece})
+            jobs.append((shipped, where, str(inbox), str(letter), piece, list(parts), seed, self.compute))
+        scores: dict[tuple[str, str], Score] = {}
+        for part in self._run(_evaluate_piece, jobs):
+            scores |= part
+        inbox.unlink()
+        return {(name, part): scores[name, part] for name in names for part in parts}
+
+    def close(self) -> None:
+        """Remove the shared files; the worker processes are shared by all engines and end when idle."""
+        self._cleanup()
+
+    def _run(self, function: Callable[..., T], jobs: Iterable[tuple[Any, ...]]) -> list[T]:
+        pool = get_reusable_executor(max_workers=self.workers, timeout=120, initializer=_start_worker)
+        try:
+            return [future.result() for future in [pool.submit(function, *job) for job in jobs]]
+        except (TerminatedWorkerError, BrokenProcessPool):
+            raise UserError(
+                "a worker process died, most likely for want of memory; use --engine sequential or fewer workers"
+            ) from None
+
+    def _file(self) -> Path:
+        return self._folder / uuid.uuid4().hex
+
+    def _ship(self, thing: Method | Adapter) -> str | None:
+        """Where workers find the object, or None if it cannot leave this process."""
+        if id(thing) not in self._shipped:
+            path = self._file()
+            try:
+                path.write_bytes(cloudpickle.dumps(thing))
+                self._shipped[id(thing)] = (thing, str(path))
+            except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError) as error:
+                warnings.warn(
+                    f"{type(thing).__name__} cannot be sent to worker processes ({error}); working sequentially instead",
+                    stacklevel=3,
+                )
+                self._shipped[id(thing)] = (thing, None)
+        return self._shipped[id(thing)][1]
+
+    def _ship_task(self, task: Task) -> str:
+        """Write images as arrays that workers map, and the rest of the task beside them."""
+        if id(task) not in self._shipped:
+            folder = self._file()
+            folder.mkdir()
+            np.save(folder / "images.npy", task.images.numpy())
+            shifted = {name: stream for name, stream in task.streams.items() if stream.images is not None}
+            for number, stream in enumerate(shifted.values()):
+                np.save(folder / f"{number}.npy", cast(torch.Tensor, stream.images).numpy())
+            bare = {name: replace(stream, images=None) for name, stream in task.streams.items()}
+            rest = replace(task, images=torch.zeros(0), streams=bare)
+            (folder / "rest").write_bytes(cloudpickle.dumps((rest, list(shifted))))
+            self._shipped[id(task)] = (task, str(folder))
+        return cast(str, self._shipped[id(task)][1])
+
+
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _shared_memory() -> str | None:
+    """Memory-backed storage if there is room for a data set in it."""
+    place = Path("/dev/shm")
+    try:
+        return str(place) if shutil.disk_usage(place).free > 2 << 30 and os.access(place, os.W_OK) else None
+    except OSError:
+        return None
+
+
+def _pieces(names: Sequence[str], sizes: Sequence[int], count: int) -> list[list[str]]:
+    """Clients dealt into pieces of about equal work, the largest clients first."""
+    pieces: list[list[str]] = [[] for _ in range(min(count, len(names)))]
+    loads = [0] * len(pieces)
+    for size, name in sorted(zip(sizes, names, strict=True), reverse=True):
+        lightest = loads.index(min(loads))
+        pieces[lightest].append(name)
+        loads[lightest] += size + 1
+    return pieces
+
+
+def _common(trees: Sequence[Tree]) -> Tree:
+    """The leaves that are one and the same tensor in all trees: they are written once."""
+    first, *rest = trees
+    return {
+        slot: {n: leaf for n, leaf in leaves.items() if all(tree.get(slot, {}).get(n) is leaf for tree in rest)}
+        for slot, leaves in first.items()
+    }
+
+
+def _apart(tree: Tree, common: Tree) -> Tree:
+    """What is not common; the slot stays, even if empty."""
+    return {slot: {n: x for n, x in leaves.items() if n not in common.get(slot, {})} for slot, leaves in tree.items()}
+
+
+def _joined(own: Tree, common: Tree) -> Tree:
+    return {slot: {**common.get(slot, {}), **leaves} for slot, leaves in own.items()}
+
+
+def _read_replies(path: str) -> dict[str, Reply]:
+    trees, facts = load(Path(path))
+    Path(path).unlink()
+    rows = cast(list[tuple[str, float, int, bool]], facts["rows"])
+    return {
+        name: Reply(trees[f"up {name}"], trees[f"mine {name}"], float(loss), steps, finite)
+        for name, loss, steps, finite in rows
+    }
+
+
+# ---- in the worker -------------------------------------------------------------------------------------------------------
+def _start_worker() -> None:
+    torch.set_num_threads(1)
+    torch.set_num_interop_threads(1)
+
+
+@lru_cache(maxsize=8)
+def _thing(path: str) -> Any:
+    return cloudpickle.loads(Path(path).read_bytes())
+
+
+@lru_cache(maxsize=2)
+def _task(folder: str) -> Task:
+    rest, shifted = cloudpickle.loads((Path(folder) / "rest").read_bytes())
+    streams = dict(rest.streams)
+    for number, name in enumerate(shifted):
+        streams[name] = replace(streams[name], images=_mapped(Path(folder) / f"{number}.npy"))
+    task: Task = replace(rest, images=_mapped(Path(folder) / "images.npy"), streams=streams)
+    return task
+
+
+def _mapped(path: Path) -> torch.Tensor:
+    return torch.from_numpy(np.load(path, mmap_mode="c"))
+
+
+def _train_piece(
+    shipped: str, where: str, inbox: str, letter: str, piece: list[str], plan: Plan, compute: Compute, answer: str
+) -> str:
+    common = load(Path(inbox))[0]["common"]
+    trees = load(Path(letter))[0]
+    Path(letter).unlink()
+    downs = {name: _joined(trees[f"down {name}"], common) for name in piece}
+    mines = {name: trees[f"mine {name}"] for name in piece}
+    replies = Sequential(compute).train(_thing(shipped), downs, mines, _task(where), plan)
+    rows = [[name, repr(reply.loss), reply.steps, reply.finite] for name, reply in replies.items()]
+    ups = {f"up {name}": reply.up for name, reply in replies.items()}
+    write(Path(answer), {**ups, **{f"mine {name}": reply.mine for name, reply in replies.items()}}, {"rows": rows})
+    return answer
+
+
+def _evaluate_piece(
+    shipped: str, where: str, inbox: str, letter: str, piece: list[str], parts: list[str], seed: int, compute: Compute
+) -> dict[tuple[str, str], Score]:
+    common = load(Path(inbox))[0]["common"]
+    trees = load(Path(letter))[0]
+    Path(letter).unlink()
+    deployed = {name: _joined(trees[name], common) for name in piece}
+    return Sequential(compute).evaluate(_thing(shipped), deployed, _task(where), parts, seed)

@@ -1,0 +1,54 @@
+"""The reference engine: a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fedshift.core.adapter import Adapter
+from fedshift.core.method import Method
+from fedshift.core.schedule import Plan
+from fedshift.core.tree import Tree
+from fedshift.data.task import Task
+from fedshift.engines.work import Compute, Placement, Reply, Score, evaluate, work
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """One client after the other, on one device."""
+
+    compute: Compute = field(default_factory=Compute)
+    placement: Placement | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Images are moved to the device once."""
+        if self.placement is None:
+            object.__setattr__(self, "placement", Placement(self.compute.device))
+
+    def _placed(self, task: Task) -> Task:
+        assert self.placement is not None
+        return self.placement(task)
+
+    def train(
+        self, method: Method, downs: Mapping[str, Tree], mines: Mapping[str, Tree], task: Task, plan: Plan
+    ) -> dict[str, Reply]:
+        """The local work of every client in ``downs``."""
+        task = self._placed(task)
+        return {
+            name: work(method, down, mines.get(name, {}), task.client(name), task, plan, self.compute)
+            for name, down in downs.items()
+        }
+
+    def evaluate(
+        self, adapter: Adapter, deployed: Mapping[str, Tree], task: Task, parts: Sequence[str], seed: int
+    ) -> dict[tuple[str, str], Score]:
+        """Scores by (client, part) for every deployed client and every stream or split named."""
+        task = self._placed(task)
+        return {
+            (name, part): evaluate(adapter, tree, task.samples(task.client(name), part), seed, self.compute)
+            for name, tree in deployed.items()
+            for part in parts
+        }
+
+    def close(self) -> None:
+        """Nothing is held."""

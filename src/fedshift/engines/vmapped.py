@@ -1,0 +1,271 @@
+"""Many clients as one: states stacked along a new first dimension, ``torch.func.vmap`` over the step.
+
+Clients of different sizes are handled without a single padded sample. Each client has a queue of batches; in every
+step the clients whose next batch has the most common size move together and the others wait. A client's own order of
+batches never changes, so the result is the sequential engine's.
+
+On CUDA a step that recurs is captured into a graph and replayed (``graphs.py``). A graph has a fixed number of clients,
+so a smaller group is filled up with copies of one of its members, whose results are thrown away.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from fedshift.core.adapter import Adapter
+from fedshift.core.method import Method, Phase
+from fedshift.core.schedule import Plan, draw, fitting, seeds_for
+from fedshift.core.tree import Tree, map_tree, stack, unstack
+from fedshift.data.task import Client, Samples, Task
+from fedshift.engines.graphs import Graphs, Step
+from fedshift.engines.sequential import Sequential
+from fedshift.engines.work import (
+    Compute,
+    Placement,
+    Reply,
+    Score,
+    begin,
+    features_of,
+    hand_over,
+    moment,
+    pixels,
+    schedule_of,
+    seeded,
+)
+
+
+class Vmapped:
+    """Stacks up to ``max_clients`` clients; ``compile_step`` runs ``torch.compile`` on the step first."""
+
+    def __init__(self, compute: Compute | None = None, max_clients: int = 256, compile_step: bool = False) -> None:
+        self.compute = compute or Compute()
+        self.max_clients = max_clients
+        self._placement = Placement(self.compute.device)
+        self._graphs = Graphs(compile_step) if self.compute.device.type == "cuda" else None
+
+    def train(
+        self, method: Method, downs: Mapping[str, Tree], mines: Mapping[str, Tree], task: Task, plan: Plan
+    ) -> dict[str, Reply]:
+        """The local work of every client in ``downs``."""
+        here = self._placement(task)
+        names = list(downs)
+        replies: dict[str, Reply] = {}
+        for start in range(0, len(names), self.max_clients):
+            some = names[start : start + self.max_clients]
+            clients = [here.client(name) for name in some]
+            received, kept = [downs[name] for name in some], [mines.get(name, {}) for name in some]
+            replies |= self._cohort(method, received, kept, clients, here, plan)
+        return replies
+
+    def evaluate(
+        self, adapter: Adapter, deployed: Mapping[str, Tree], task: Task, parts: Sequence[str], seed: int
+    ) -> dict[tuple[str, str], Score]:
+        """Scores by (client, part); one stream is one large batch for most adapters already."""
+        engine = Sequential(self.compute, self._placement)
+        return engine.evaluate(adapter, deployed, task, parts, seed)
+
+    def close(self) -> None:
+        """Let go of captured graphs."""
+        if self._graphs is not None:
+            self._graphs.clear()
+
+    def _cohort(
+        self,
+        method: Method,
+        downs: Sequence[Tree],
+        mines: Sequence[Tree],
+        clients: Sequence[Client],
+        task: Task,
+        plan: Plan,
+    ) -> dict[str, Reply]:
+        """Stacked clients through all phases, and apart again."""
+        count = len(clients)
+        state = stack([method.client_init(down, mine) for down, mine in zip(downs, mines, strict=True)])
+        with seeded(method, plan.seed_for(clients[0].name, "layers")):
+            for phase in plan.phases:
+                queues = _Queues(method, phase, clients, task, plan, self.compute, state)
+                nows = [
+                    moment(method, task, client, plan, length, self.compute)
+                    for client, length in zip(clients, queues.lengths, strict=True)
+                ]
+                state = self._phase(method, _begin(method, state, phase, nows), phase, queues)
+        apart = vmap(lambda s, d, m: hand_over(method, s, d, m, plan), randomness="different")
+        ups, kept = apart(state, stack(downs), stack(mines))
+        sound = (_finite(ups, count, state) & _finite(kept, count, state)).tolist()
+        steps = state["log"]["steps"].tolist()
+        losses = (state["log"]["loss"] / state["log"]["steps"].clamp(min=1)).tolist()
+        rows = zip(clients, unstack(ups, count), unstack(kept, count), losses, steps, sound, strict=True)
+        return {
+            client.name: Reply(up, mine, loss, int(taken), bool(fine) and loss - loss == 0)
+            for client, up, mine, loss, taken, fine in rows
+        }
+
+    def _phase(self, method: Method, state: Tree, phase: Phase, queues: _Queues) -> Tree:
+        """Run all queues dry."""
+        group = _Group(state, queues.count)
+        while (choice := queues.largest_group()) is not None:
+            size, members = choice
+            rows = self._filled(members, queues.count)
+            group.choose(members, rows)
+            suited = fitting(phase, method.arch, size)
+            batch = queues.take(members, rows)
+            step = _stacked_step(method, suited)
+            if self._graphs is None:
+                group.state = step(group.state, batch)
+            else:
+                group.state = self._graphs.step((method, suited, len(rows)), size, step, group.state, batch)
+        everyone = list(range(queues.count))
+        group.choose(everyone, everyone)
+        # a captured graph owns its tensors and will overwrite them in the next round
+        return map_tree(torch.clone, group.state) if self._graphs is not None else group.state
+
+    def _filled(self, members: list[int], count: int) -> list[int]:
+        """On CUDA groups come in few widths, so that few graphs are needed."""
+        if self._graphs is None or len(members) == count:
+            return members
+        width = min(count, 1 << (len(members) - 1).bit_length())
+        return members + members[:1] * (width - len(members))
+
+
+def _begin(method: Method, state: Tree, phase: Phase, nows: Sequence[Mapping[str, Tensor]]) -> Tree:
+    """Fresh optimiser memory for every client: made for one, then repeated."""
+    first = {slot: {name: leaf[0] for name, leaf in leaves.items()} for slot, leaves in state.items()}
+    single = begin(method, first, phase, dict(nows[0]))
+    fresh = {slot: single[slot] for slot in ("optim", "log") if slot == "optim" or slot not in state}
+    repeated = map_tree(lambda leaf: leaf.expand(len(nows), *leaf.shape).clone(), fresh)
+    return {**state, **repeated, **stack([{"now": dict(now)} for now in nows])}
+
+
+def _stacked_step(method: Method, phase: Phase) -> Step:
+    one = method.fold if phase.trainable == frozenset() else method.client_step
+    step: Step = vmap(lambda state, batch: one(state, batch, phase), randomness="different")
+    return step
+
+
+def _finite(tree: Tree, count: int, like: Tree) -> Tensor:
+    """One flag per stacked client: no NaN or infinity in its part of the tree."""
+    flags = [
+        leaf.isfinite().reshape(count, -1).all(1)
+        for leaves in tree.values()
+        for leaf in leaves.values()
+        if leaf.is_floating_point()
+    ]
+    return torch.stack(flags).all(0) if flags else torch.ones_like(like["log"]["loss"], dtype=torch.bool)
+
+
+class _Group:
+    """The clients that move now, stacked; regrouped only when other ones do."""
+
+    def __init__(self, state: Tree, count: int) -> None:
+        self._everyone = list(range(count))
+        self._members, self._rows = self._everyone, self._everyone
+        self._full = state
+        self.state = state
+
+    def choose(self, members: list[int], rows: list[int]) -> None:
+        """Put the moved clients back and take these rows out."""
+        if (members, rows) == (self._members, self._rows):
+            return
+        if self._members == self._everyone:
+            self._full = self.state
+        else:
+            moved = len(self._members)
+            places = self._index(self._members)
+            self._full = map_tree(lambda all_, some: all_.index_copy(0, places, some[:moved]), self._full, self.state)
+        self._members, self._rows = members, rows
+        index = self._index(rows)
+        self.state = self._full if rows == self._everyone else map_tree(lambda leaf: leaf[index], self._full)
+
+    def _index(self, rows: list[int]) -> Tensor:
+        return torch.tensor(rows, device=self._full["log"]["loss"].device)
+
+
+class _Queues:
+    """Every client's batches of one phase, in its own order."""
+
+    def __init__(
+        self,
+        method: Method,
+        phase: Phase,
+        clients: Sequence[Client],
+        task: Task,
+        plan: Plan,
+        compute: Compute,
+        state: Tree,
+    ) -> None:
+        parts = [task.samples(client, phase.data) for client in clients]
+        plans = [
+            schedule_of(method, phase, len(part), plan, client.name)
+            for part, client in zip(parts, clients, strict=True)
+        ]
+        self._compute = compute
+        self._sizes = [[len(batch) for batch in batches] for batches in plans]
+        self._positions = [_cut(p, s, compute.device) for p, s in zip(plans, self._sizes, strict=True)]
+        self._part = parts[0]  # the images are shared; only the index differs
+        self._index = [part.index.to(compute.device) for part in parts]
+        self._taken = [0] * len(parts)
+        self._wanted = method.draws(phase)
+        seeds = [seeds_for(list(self._wanted), plan, client.name, phase) for client in clients]
+        self._seeds = {n: torch.tensor([own[n] for own in seeds], device=compute.device) for n in self._wanted}
+        self._cached = _features(method, state, phase, parts, compute) if phase.inputs == "features" else None
+
+    @property
+    def count(self) -> int:
+        """How many clients."""
+        return len(self._sizes)
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many steps each client takes."""
+        return [len(sizes) for sizes in self._sizes]
+
+    def largest_group(self) -> tuple[int, list[int]] | None:
+        """The most common size of a next batch (the larger one on a tie) and the clients that have it."""
+        fronts = {k: sizes[t] for k, (sizes, t) in enumerate(zip(self._sizes, self._taken, strict=True)) if t < len(sizes)}
+        if not fronts:
+            return None
+        size = max(Counter(fronts.values()).items(), key=lambda item: (item[1], item[0]))[0]
+        return size, [k for k, front in fronts.items() if front == size]
+
+    def take(self, members: Sequence[int], rows: Sequence[int]) -> dict[str, Tensor]:
+        """The stacked batch of these rows (a filler repeats a member's), and the members' queues move on."""
+        positions = [self._positions[k][self._taken[k]] for k in rows]
+        index = torch.stack([self._index[k][own] for k, own in zip(rows, positions, strict=True)])
+        if self._cached is None:
+            x = pixels(self._part.images, index, self._compute.dtype)
+        else:
+            x = torch.stack([self._cached[k][own] for k, own in zip(rows, positions, strict=True)])
+        batch = {"x": x, "y": self._part.labels[index], "index": self._part.ids[index]}
+        batch |= self._draws(rows, index.shape[1])
+        for k in members:
+            self._taken[k] += 1
+        return batch
+
+    def _draws(self, rows: Sequence[int], size: int) -> dict[str, Tensor]:
+        if not self._wanted:
+            return {}
+        device = self._compute.device
+        which = torch.tensor(rows, device=device).repeat_interleave(size)
+        steps = torch.tensor([self._taken[k] for k in rows], device=device).repeat_interleave(size)
+        seeds: dict[str, int | Tensor] = {name: own[which] for name, own in self._seeds.items()}
+        ids = torch.arange(size, device=device).repeat(len(rows))
+        flat = draw(self._wanted, seeds, ids, self._compute.dtype, steps)
+        return {name: leaf.reshape(len(rows), size, *leaf.shape[1:]) for name, leaf in flat.items()}
+
+
+def _cut(batches: list[Tensor], sizes: list[int], device: torch.device) -> list[Tensor]:
+    """The batches on the device, moved there in one piece."""
+    return list(torch.cat(batches).to(device).split(sizes)) if batches else []
+
+
+def _features(
+    method: Method, state: Tree, phase: Phase, parts: Sequence[Samples], compute: Compute
+) -> list[Tensor]:
+    singles = unstack(state, len(parts))
+    pairs = zip(singles, parts, strict=True)
+    return [features_of(method, single, phase, part, compute) for single, part in pairs]

@@ -1,0 +1,236 @@
+"""One client's local work and one client's evaluation: the readable reference every engine must agree with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedshift.core.adapter import Adapter
+from fedshift.core.method import Facts, Method, Phase
+from fedshift.core.schedule import Plan, batches, draw, fitting, seeds_for
+from fedshift.core.tree import Tensors, Tree, all_finite, pick
+from fedshift.data.task import Client, Samples, Task
+
+EVALUATION_CHUNK = 512  # per-sample adapters give the same answers in chunks of any size
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Where and in which precision work is done."""
+
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came of one client's local work."""
+
+    up: Tree
+    mine: Tree
+    loss: float  # mean over the steps of all phases
+    steps: int
+    finite: bool
+
+
+@dataclass(frozen=True)
+class Score:
+    """How one client's stream was predicted."""
+
+    samples: int
+    correct: int
+    loss: float  # summed negative log-likelihood
+
+    @property
+    def accuracy(self) -> float:
+        """The share of right answers."""
+        return self.correct / self.samples if self.samples else float("nan")
+
+
+def facts_of(task: Task, client: Client, number: int, seed: int) -> Facts:
+    """What a client knows about itself when it starts."""
+    return Facts(client.name, number, len(client.train), task.histogram(client), seed)
+
+
+def moment(method: Method, task: Task, client: Client, plan: Plan, steps: int, compute: Compute) -> Tensors:
+    """The slot ``now``: where in the run a client is, as tensors."""
+    decay = plan.now.decay(method.train)
+    floats = {"lr": method.train.lr * decay, "decay": decay, "steps": steps, "samples": len(client.train)}
+    whole = {"round": plan.now.round, "rounds": plan.now.rounds, "clients": plan.now.clients}
+    tensors = {name: torch.tensor(value, dtype=compute.dtype) for name, value in {**floats, **whole}.items()}
+    histogram = task.histogram(client).to(compute.dtype)
+    return {name: leaf.to(compute.device) for name, leaf in {**tensors, "histogram": histogram}.items()}
+
+
+def placed(task: Task, device: torch.device) -> Task:
+    """The task with its images on the device, so that batches are gathered there."""
+    if device.type == "cpu":
+        return task
+    streams = {
+        name: replace(
+            stream,
+            images=None if stream.images is None else stream.images.to(device),
+            labels=stream.labels.to(device),
+            ids=stream.ids.to(device),
+        )
+        for name, stream in task.streams.items()
+    }
+    whole = {"images": task.images.to(device), "labels": task.labels.to(device), "ids": task.ids.to(device)}
+    return replace(task, streams=streams, **whole)
+
+
+class Placement:
+    """Remembers the last task it moved to a device: moving is slow, and one run uses one task."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: tuple[Task, Task] | None = None
+
+    def __call__(self, task: Task) -> Task:
+        """The task on the device."""
+        if self._last is None or self._last[0] is not task:
+            self._last = (task, placed(task, self._device))
+        return self._last[1]
+
+
+def pixels(images: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Chosen images as floats in [0, 1]."""
+    return images[index].to(dtype) / 255
+
+
+def begin(method: Method, state: Tree, phase: Phase, now: Tensors) -> Tree:
+    """A phase starts with fresh optimiser memory; running totals go on."""
+    memory: Tensors = {}
+    if phase.trainable != frozenset():
+        for names, rule in method.groups(phase):
+            memory |= rule.memory(pick(state[phase.slot], names))
+    zero = torch.zeros_like(now["lr"])
+    return {**state, "now": now, "optim": memory, "log": state.get("log", {"loss": zero, "steps": zero})}
+
+
+def schedule_of(method: Method, phase: Phase, count: int, plan: Plan, client: str) -> list[Tensor]:
+    """The positions of a phase's batches among the client's samples."""
+    alone = method.arch.has_batch_norm and phase.batch_stats
+    return batches(count, phase, method.train, plan.seed_for(client, phase.data), no_singles=alone)
+
+
+def work(method: Method, down: Tree, mine: Tree, client: Client, task: Task, plan: Plan, compute: Compute) -> Reply:
+    """A client's round: initialise, go through the phases, hand over what goes up and what stays."""
+    state = method.client_init(down, mine)
+    data = [task.samples(client, phase.data) for phase in plan.phases]
+    plans = [
+        schedule_of(method, phase, len(part), plan, client.name)
+        for phase, part in zip(plan.phases, data, strict=True)
+    ]
+    with seeded(method, plan.seed_for(client.name, "layers")):
+        for phase, part, steps in zip(plan.phases, data, plans, strict=True):
+            now = moment(method, task, client, plan, len(steps), compute)
+            state = begin(method, state, phase, now)
+            step = method.fold if phase.trainable == frozenset() else method.client_step
+            for size, batch in _batches(method, state, phase, part, steps, plan, client.name, compute):
+                state = step(state, batch, fitting(phase, method.arch, size))
+    return finish(method, state, down, mine, plan)
+
+
+def finish(method: Method, state: Tree, down: Tree, mine: Tree, plan: Plan) -> Reply:
+    """Split the final state into what goes up and what stays, and look whether it is sound."""
+    up, kept = hand_over(method, state, down, mine, plan)
+    log = state.get("log", {})
+    steps = int(log["steps"]) if log else 0
+    loss = float(log["loss"]) / steps if steps else 0.0
+    return Reply(up, kept, loss, steps, math.isfinite(loss) and all_finite(up) and all_finite(kept))
+
+
+def hand_over(method: Method, state: Tree, down: Tree, mine: Tree, plan: Plan) -> tuple[Tree, Tree]:
+    """What goes up and what stays; after the final phases everything stays."""
+    return ({}, method.settle(state, down, mine)) if plan.final else method.client_final(state, down, mine)
+
+
+def _batches(
+    method: Method,
+    state: Tree,
+    phase: Phase,
+    part: Samples,
+    steps: list[Tensor],
+    plan: Plan,
+    client: str,
+    compute: Compute,
+) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+    wanted = method.draws(phase)
+    seeds = seeds_for(list(wanted), plan, client, phase)
+    cached = features_of(method, state, phase, part, compute) if phase.inputs == "features" else None
+    for number, positions in enumerate(steps):
+        index = part.index[positions]
+        x = pixels(part.images, index, compute.dtype) if cached is None else cached[positions.to(compute.device)]
+        batch = {"x": x, "y": part.labels[index], "index": part.ids[index]}
+        draws = draw(wanted, seeds, torch.arange(len(index)), compute.dtype, number) if wanted else {}
+        yield len(index), {name: leaf.to(compute.device) for name, leaf in {**batch, **draws}.items()}
+
+
+@torch.no_grad()
+def features_of(method: Method, state: Tree, phase: Phase, part: Samples, compute: Compute) -> Tensor:
+    """The frozen encoder's features of all of a client's samples, computed once per phase."""
+    chunks = part.index.split(EVALUATION_CHUNK)
+    tensors = state[phase.slot]
+    return torch.cat([
+        method.arch.encode(tensors, pixels(part.images, chunk, compute.dtype).to(compute.device))[0] for chunk in chunks
+    ])
+
+
+@contextmanager
+def seeded(method: Method, seed: int) -> Iterator[None]:
+    """Layers that draw for themselves (dropout) get this client's own seed; other networks pay nothing."""
+    if not method.arch.is_random:
+        yield
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
+# ---- evaluation ---------------------------------------------------------------------------------------------------------
+def evaluate(adapter: Adapter, deployed: Tree, samples: Samples, seed: int, compute: Compute) -> Score:
+    """Let an adapter run along a stream and count its right answers."""
+    correct, loss = 0, 0.0
+    for logits, labels in predictions(adapter, deployed, samples, seed, compute):
+        correct += int((logits.argmax(1) == labels).sum())
+        loss += float(F.cross_entropy(logits, labels, reduction="sum"))
+    return Score(len(samples), correct, loss)
+
+
+@torch.no_grad()
+def predictions(
+    adapter: Adapter, deployed: Tree, samples: Samples, seed: int, compute: Compute
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits and labels, chunk by chunk, in the order of the stream."""
+    wanted = adapter.draws()
+    state = adapter.init(deployed)
+    if type(adapter).fit is not Adapter.fit:
+        everything = pixels(samples.images, samples.index, compute.dtype).to(compute.device)
+        state = adapter.fit(state, everything, _draws(adapter, samples.ids[samples.index], seed, compute))
+    for index in chunks(samples.index, adapter.batch):
+        draws = _draws(adapter, samples.ids[index], seed, compute) if wanted else {}
+        x = pixels(samples.images, index, compute.dtype).to(compute.device)
+        output, state = adapter.predict(state, x, draws)
+        yield output.logits.detach(), samples.labels[index].to(compute.device)
+
+
+def chunks(index: Tensor, batch: int | None) -> list[Tensor]:
+    """Cut a stream; a last sample that would be alone joins the batch before it."""
+    if len(index) == 0:
+        return []
+    parts = list(index.split(min(batch or EVALUATION_CHUNK, len(index))))
+    if batch is not None and len(parts) > 1 and len(parts[-1]) == 1:
+        parts = [*parts[:-2], torch.cat(parts[-2:])]
+    return parts
+
+
+def _draws(adapter: Adapter, ids: Tensor, seed: int, compute: Compute) -> dict[str, Tensor]:
+    seeds: dict[str, int | Tensor] = {name: seed for name in adapter.draws()}
+    return {name: leaf.to(compute.device) for name, leaf in draw(adapter.draws(), seeds, ids, compute.dtype).items()}

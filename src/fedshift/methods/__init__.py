@@ -1,0 +1,1 @@
+"""Training methods, one small file each: paper, equations, deviations, then the difference from FedAvg."""

@@ -1,0 +1,52 @@
+"""Ditto: a global model by FedAvg, and a personal one held near it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedshift.core.method import Batch, Facts, Method, Now, Phase
+from fedshift.core.registry import method
+from fedshift.core.tree import Tensors, Tree, pick, squared_distance
+
+
+@method(
+    "ditto", paper="Ditto: Fair and Robust Federated Learning Through Personalization", venue="ICML", year=2021
+)
+@dataclass(frozen=True)
+class Ditto(Method):
+    """FedAvg, and beside it ``v_k <- v_k - lr (grad f(v_k) + lam (v_k - w_t))`` that never leaves the client.
+
+    ``w_t`` is the received model. ``lam = 0`` is Local; a large one keeps the personal model at the received one.
+    Newcomers get the global model.
+    """
+
+    lam: float = 1.0
+
+    personal: ClassVar[bool] = True
+    linear: ClassVar[bool] = True
+
+    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+        """The personal model starts where everybody starts; a stranger has none."""
+        return {"personal": model} if facts.number >= 0 else {}
+
+    def phases(self, now: Now) -> tuple[Phase, ...]:
+        """The global model, then the personal one on the same batches."""
+        return (Phase(), Phase(slot="personal"))
+
+    def client_init(self, down: Tree, mine: Tree) -> Tree:
+        """Both models, and what was received."""
+        return {**super().client_init(down, mine), **mine, "anchor": pick(down["model"], self.arch.trainable)}
+
+    def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
+        """The personal model pays for its distance to the received one."""
+        value, buffers = super().loss(state, tensors, batch, phase)
+        if phase.slot == "model":
+            return value, buffers
+        return value + 0.5 * self.lam * squared_distance(tensors, state["anchor"]), buffers
+
+    def deployed(self, down: Tree, mine: Tree) -> Tree:
+        """The personal model."""
+        return {"model": mine.get("personal", down["model"])}

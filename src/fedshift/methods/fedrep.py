@@ -1,0 +1,32 @@
+"""FedRep: a shared representation, a private head, trained in turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedshift.core.method import Now, Phase
+from fedshift.core.registry import method
+from fedshift.methods.fedper import FedPer
+
+
+@method("fedrep", paper="Exploiting Shared Representations for Personalized Federated Learning", venue="ICML", year=2021)
+@dataclass(frozen=True)
+class FedRep(FedPer):
+    """Each round the head is trained on the frozen representation, then the representation under the frozen head.
+
+    While the head is trained the representation stands still entirely: BatchNorm keeps its running statistics. A client
+    is deployed with the received representation and its head after one more head step on it (methods.md 7.3).
+    ``head_epochs`` and ``body_epochs`` default to ``[train] local-epochs``.
+    """
+
+    head_epochs: int | None = None
+    body_epochs: int | None = None
+
+    def phases(self, now: Now) -> tuple[Phase, ...]:
+        """Head, then body."""
+        body = Phase(name="body", trainable=self.arch.trainable - self.arch.head, epochs=self.body_epochs)
+        return (*self.final_phases(), body)
+
+    def final_phases(self) -> tuple[Phase, ...]:
+        """The head on the last received representation."""
+        return (Phase(name="head", trainable=self.arch.head, epochs=self.head_epochs, batch_stats=False),)

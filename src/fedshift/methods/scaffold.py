@@ -1,0 +1,66 @@
+"""SCAFFOLD: control variates that cancel the drift of local steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fedshift.core.method import Batch, Facts, Method, Now, Phase
+from fedshift.core.registry import method
+from fedshift.core.tree import Tensors, Tree, pick, subtract, weighted_mean, zeros_like
+
+
+@method(
+    "scaffold", paper="SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", venue="ICML", year=2020
+)
+@dataclass(frozen=True)
+class Scaffold(Method):
+    """FedAvg with drift correction (option II of the paper).
+
+    Client, S steps of ``y <- y - lr (g - c_k + c)``; then ``c_k+ = c_k - c + (w_t - y) / (S lr)``. Server,
+    ``w <- w + server_lr mean_k (y_k - w)`` and ``c <- c + (1/K) sum_k (c_k+ - c_k)``. The correction is applied before
+    clipping, momentum and weight decay; ``S`` is the client's true number of steps and ``lr`` the rate of that round.
+    BatchNorm statistics are plainly averaged.
+    """
+
+    server_lr: float = 1.0
+
+    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+        """A client's control variate starts at zero."""
+        return {"ci": zeros_like(pick(model, self.arch.trainable))}
+
+    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+        """So does the server's."""
+        server = super().server_init(models, clients)
+        return {**server, "c": zeros_like(pick(server["model"], self.arch.trainable))}
+
+    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
+        """The model and the server's control variate."""
+        return {**super().broadcast(server, client, now), "c": server["c"]}
+
+    def client_init(self, down: Tree, mine: Tree) -> Tree:
+        """Both control variates are at hand in every step."""
+        return {**super().client_init(down, mine), "ci": mine["ci"]}
+
+    def fix_grad(self, state: Tree, grads: Tensors, phase: Phase) -> Tensors:
+        """``g - c_k + c``."""
+        return {name: grad - state["ci"][name] + state["c"][name] for name, grad in grads.items()}
+
+    def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
+        """The new control variate; its change travels with the model."""
+        up, _ = super().client_final(state, down, {})
+        scale = 1 / (state["now"]["steps"].clamp(min=1) * state["now"]["lr"])
+        drift = subtract(down["model"], pick(state["model"], self.arch.trainable))
+        moved = state["now"]["steps"].clamp(max=1)  # a client that took no step keeps its control variate
+        change = {name: moved * (drift[name] * scale - down["c"][name]) for name in drift}
+        return {**up, "dc": change}, {"ci": {name: mine["ci"][name] + delta for name, delta in change.items()}}
+
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+        """Uniform means, as in the paper; statistics are averaged, parameters take the server's step."""
+        uniform = now["samples"].new_ones(len(ups)).double() / len(ups)
+        mean = weighted_mean([up["model"] for up in ups.values()], uniform)
+        step = subtract(mean, pick(server["model"], self.arch.trainable))
+        moved = {name: server["model"][name] + self.server_lr * delta for name, delta in step.items()}
+        change = weighted_mean([up["dc"] for up in ups.values()], uniform * len(ups) / float(now["clients"]))
+        control = {name: server["c"][name] + delta for name, delta in change.items()}
+        return {"model": {**server["model"], **mean, **moved}, "c": control}

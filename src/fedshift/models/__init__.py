@@ -1,0 +1,1 @@
+"""Networks, each a small frozen dataclass with ``make(shape, classes)``; no torchvision."""
