@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedshift.data import sources
+from fedshift.data import _source_cache, _tables
 from fedshift.data.sources import from_arrays, load
 from fedshift.errors import UserError
 
@@ -40,12 +40,14 @@ def parquet(
     names: Mapping[str, Sequence[str]] | None = None,
     images: Sequence[bytes | None] | None = None,
     struct: bool = True,
+    paths: Sequence[str | None] | None = None,
 ) -> Path:
     """A Parquet file in the hub's layout: six pictures of three classes unless told otherwise."""
     columns = {"label": [0, 1, 2, 0, 1, 2]} if columns is None else columns
     count = len(next(iter(columns.values())))
     pictures = [encoded(10 * i) for i in range(count)] if images is None else images
-    data: dict[str, Any] = {"image": [{"bytes": p, "path": f"{i}.png"} for i, p in enumerate(pictures)]}
+    places = [f"{i}.png" for i in range(count)] if paths is None else paths
+    data: dict[str, Any] = {"image": [{"bytes": p, "path": at} for p, at in zip(pictures, places, strict=True)]}
     kinds = {"image": pa.struct([("bytes", pa.binary()), ("path", pa.string())])}
     if not struct:
         data, kinds = {"image": pictures}, {"image": pa.binary()}
@@ -114,6 +116,52 @@ def test_parquet_columns_are_mapped_and_others_left_out(tmp_path: Path) -> None:
     assert pool.groups is not None
     assert pool.groups.tolist() == [0, 0]
     assert pool.splits is None  # with columns given, an optional role that is not named is not looked for
+
+
+CROPS = [
+    "svhn/train/45_1.png",
+    "a_b/7.png",
+    "svhn/train/45_9.png",
+    "svhn/train/4.png",
+    "svhn/test/45_1.png",
+    "a_b/8.png",
+]
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        ("image.path", [0, 1, 2, 3, 4, 5]),
+        ("image.path~", [0, 1, 2, 3, 4, 5]),
+        ("image.path~^svhn/[a-z]+/[0-9]+", [0, 1, 0, 3, 4, 5]),  # other pictures are groups of their own
+        ("image.path~^[^_]+", [0, 1, 0, 3, 4, 1]),
+        ("image.path~(?<=/)[0-9]", [0, 1, 0, 0, 0, 5]),  # the first match, anywhere in the path
+        ("image.path~x*", [0, 1, 2, 3, 4, 5]),  # matches the empty string everywhere, which says nothing
+        ("image.path~a.path~b|_b", [0, 1, 2, 3, 4, 1]),  # only the first ~ is ours
+    ],
+)
+def test_groups_from_the_paths_of_pictures(tmp_path: Path, group: str, expected: list[int]) -> None:
+    """``expected`` names every row's group by the first row in it."""
+    file = parquet(tmp_path / "a.parquet", paths=CROPS)
+    for _ in range(2):  # the second from the cache
+        groups = load(f"parquet:{file}", {"group": group}, cache=tmp_path).groups
+        assert groups is not None
+        assert [groups.tolist().index(code) for code in groups.tolist()] == expected
+
+
+def test_groups_from_paths_reach_across_files_and_never_mix_parts_with_whole_paths(tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", {"label": [0, 1]}, paths=["3_1", "x"])
+    parquet(tmp_path / "b.parquet", {"label": [0, 1]}, paths=["3_2", "x_1"])
+    groups = load(f"parquet:{tmp_path}", {"group": "image.path~^[^_]+(?=_)"}).groups
+    assert groups is not None
+    assert [groups.tolist().index(code) for code in groups.tolist()] == [0, 1, 0, 3]
+
+
+def test_a_column_whose_name_looks_like_a_path_is_that_column(tmp_path: Path) -> None:
+    file = parquet(tmp_path / "a.parquet", {"label": [0, 1, 0], "image.path": [5, 6, 5]})
+    groups = load(f"parquet:{file}", {"group": "image.path"}).groups
+    assert groups is not None
+    assert groups.tolist() == [0, 1, 0]
 
 
 def test_parquet_integers_without_names(tmp_path: Path) -> None:
@@ -211,6 +259,31 @@ BAD_PARQUET: dict[str, Mistake] = {
         {"image": "label"},
         'column "label" of "a.parquet" holds no encoded pictures but int64',
     ),
+    "group without paths": (
+        {"struct": False},
+        {"group": "image.path~^a"},
+        'column "image" of "a.parquet" holds no paths to make groups of',
+    ),
+    "group of paths in a column that is not there": (
+        {},
+        {"group": "photo.path"},
+        '"a.parquet" has no column "photo" (group); its columns are image, label',
+    ),
+    "paths are for groups": (
+        {},
+        {"client": "image.path"},
+        '"a.parquet" has no column "image.path" (client); its columns are image, label',
+    ),
+    "group without a path": (
+        {"columns": {"label": [0, 1]}, "paths": ["a", None]},
+        {"group": "image.path"},
+        'there is no path in column "image" of "a.parquet", row 1, to make a group of',
+    ),
+    "group that is no regular expression": (
+        {},
+        {"group": "image.path~(a"},
+        'the group "image.path~(a" is no regular expression after its "~": missing )',
+    ),
     "no picture": (
         {"images": [encoded(0), None], "columns": {"label": [0, 1]}},
         None,
@@ -281,7 +354,7 @@ def test_nothing_to_read(tmp_path: Path) -> None:
 
 def test_a_schema_with_strange_metadata_names_no_classes() -> None:
     for text in (b"", b"[]", b"{}", b'{"info": null}', b'{"info": {"features": {"label": null}}}'):
-        assert sources._class_labels({b"huggingface": text}) == {}
+        assert _tables._class_labels({b"huggingface": text}) == {}
 
 
 # --- pixels -----------------------------------------------------------------------------------------------------------
@@ -474,7 +547,7 @@ def test_cache_gives_the_same_pool_without_decoding(tmp_path: Path, monkeypatch:
     columns = {"label": [0, 1, 2], "domain": ["b", "a", "b"], "split": ["train", "test", "val"], "writer_id": [3, 1, 2]}
     file = parquet(tmp_path / "a.parquet", columns, {"label": NAMES})
     cold = load(f"parquet:{file}", cache=tmp_path)
-    monkeypatch.setattr(sources, "_decode", None)  # calling it would be an error
+    monkeypatch.setattr(_source_cache, "decode", None)  # calling it would be an error
     warm = load(f"parquet:{file}", cache=tmp_path)
     for name in ("images", "labels", "domains", "users", "splits"):
         assert torch.equal(getattr(warm, name), getattr(cold, name)), name
@@ -525,7 +598,7 @@ def test_a_broken_cache_entry_is_made_again(tmp_path: Path, damage: str) -> None
         assert torch.equal(again.images, cold.images)
         assert again.classes == cold.classes
     assert entries(tmp_path) == [entry]  # mended in place, nothing half-written left behind
-    assert sources._recall(entry) is not None
+    assert _source_cache._recall(entry) is not None
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
@@ -539,7 +612,7 @@ def test_a_race_for_the_same_entry_is_won_by_the_first(tmp_path: Path) -> None:
     pool = load(f"folder:{root}", cache=tmp_path)
     (entry,) = entries(tmp_path)
     before = (entry / "images.npy").stat().st_ino
-    sources._remember(entry, pool)
+    _source_cache._remember(entry, pool)
     assert (entry / "images.npy").stat().st_ino == before
     assert entries(tmp_path) == [entry]
 

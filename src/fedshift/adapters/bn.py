@@ -16,7 +16,10 @@ from fedshift.errors import UserError
 
 
 @adapter(
-    "bn", paper="Improving Robustness Against Common Corruptions by Covariate Shift Adaptation", venue="NeurIPS", year=2020
+    "bn",
+    paper="Improving Robustness Against Common Corruptions by Covariate Shift Adaptation",
+    venue="NeurIPS",
+    year=2020,
 )
 @dataclass(frozen=True)
 class BatchNormRefresh(Adapter):

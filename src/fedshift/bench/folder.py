@@ -65,7 +65,12 @@ class RunFolder:
         """Save the state, then forget older ones."""
         older = self.checkpoints()
         target = self.path / CHECKPOINT.format(state.round)
-        facts = {"round": state.round, "lines": progress.lines, "best": progress.best, "best_round": progress.best_round}
+        facts = {
+            "round": state.round,
+            "lines": progress.lines,
+            "best": progress.best,
+            "best_round": progress.best_round,
+        }
         save(target, state.trees(), facts)
         for path in older:
             if path != target:

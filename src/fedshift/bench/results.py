@@ -103,7 +103,9 @@ class Result:
         table.add_column("s\nround", justify="right")
         best = {(m, p): self._best(m, p, rule) for m in metrics for p in parts}
         for row in self.rows:
-            cells = [_cell(_number(row, metric, rule, part), best[metric, part]) for metric in metrics for part in parts]
+            cells = [
+                _cell(_number(row, metric, rule, part), best[metric, part]) for metric in metrics for part in parts
+            ]
             point = [str(dict(row.point).get(key, "")) for key in sweep]
             table.add_row(row.method, row.adapter, *point, *cells, *_cost_cells(row.cost))
         return table
@@ -141,14 +143,14 @@ def collect(paths: Iterable[Path]) -> Result:
         for adapter, rows in folder.scores().items():
             whole = [*rows, *(_oracle(lines) if adapter == "none" else [])]
             grouped.setdefault((method, adapter, point), []).append((config["seed"], whole, cost))
-    rows_out = []
+    gathered: list[Row] = []
     for (method, adapter, point), runs in grouped.items():
         keys = list(dict.fromkeys((row["selection"], row["metric"]) for _, rows, _ in runs for row in rows))
         by_key = {key: [r for _, rows, _ in runs for r in rows if (r["selection"], r["metric"]) == key] for key in keys}
-        whole = {key: found for key, found in by_key.items() if len(found) == len(runs)}
+        complete = {key: found for key, found in by_key.items() if len(found) == len(runs)}
         cost = {name: mean_and_std([c[name] for _, _, c in runs])[0] for name in runs[0][2]}
-        rows_out.append(Row(method, adapter, point, tuple(seed for seed, _, _ in runs), whole, cost))
-    return Result(tuple(rows_out), tuple(folders))
+        gathered.append(Row(method, adapter, point, tuple(seed for seed, _, _ in runs), complete, cost))
+    return Result(tuple(gathered), tuple(folders))
 
 
 def find_runs(path: Path) -> list[Path]:
@@ -175,9 +177,10 @@ def _oracle(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     best: dict[str, Mapping[str, Any]] = {}
     for line in lines:
         for metric, numbers in line.items():
-            if isinstance(numbers, dict) and "/val/" not in metric:
-                if metric not in best or numbers["avg"] > best[metric]["avg"]:
-                    best[metric] = {**numbers, "round": line["round"]}
+            if not isinstance(numbers, dict) or "/val/" in metric:
+                continue
+            if metric not in best or numbers["avg"] > best[metric]["avg"]:
+                best[metric] = {**numbers, "round": line["round"]}
     return [{"selection": "oracle", "metric": metric, **numbers} for metric, numbers in best.items()]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -120,7 +120,9 @@ def _config(
     variant: Experiment, spec: MethodSpec, point: Mapping[str, Any], seed: int, task: Task, setup: Setup
 ) -> dict[str, Any]:
     """What decides the training of one run; adapters do not, so that new ones can be added to a finished run."""
-    whole = variant.model_dump(by_alias=True, exclude={"method", "seeds", "sweep", "name", "title", "baselines", "scale"})
+    whole = variant.model_dump(
+        by_alias=True, exclude={"method", "seeds", "sweep", "name", "title", "baselines", "scale"}
+    )
     arch = {name: [str(m.arch.input_shape), len(m.arch.parameters)] for name, m in setup.methods.items()}
     method = {key: value for key, value in spec.model_dump(by_alias=True).items() if key != "adapters"}
     facts = {"format": FORMAT, "seed": seed, "task-hash": task.hash, "networks": arch, "sweep-point": dict(point)}
@@ -304,5 +306,3 @@ def _row(model: str, stream: str, population: str, scores: Mapping[tuple[str, st
         **summarise(own).as_dict(),
         "by-client": {name: [score.samples, score.correct, round(score.loss, 4)] for name, score in own.items()},
     }
-
-

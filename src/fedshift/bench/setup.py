@@ -91,9 +91,7 @@ class Setup:
     def adapter(self, spec: AdapterSpec, method: Method) -> Adapter:
         """An adapter on a method's deployed models; raises if the pair is not valid."""
         cls = ADAPTERS[spec.name].make
-        adapter = with_options(
-            cls, f"adapter {spec.name!r}", spec.options(), arch=method.arch, forward=method.forward
-        )
+        adapter = with_options(cls, f"adapter {spec.name!r}", spec.options(), arch=method.arch, forward=method.forward)
         reason = missing_for_pair(self.spec.title, method.deploys, spec.name, adapter)
         if reason:
             raise UserError(reason)
@@ -132,7 +130,9 @@ def make_arch(
             lambda: maker.make(task.shape, len(task.classes)), task.shape, name=model.name, mean=mean, std=std
         )
     if arch.classes < len(task.classes):
-        raise UserError(f"network {arch.name!r} gives {arch.classes} logits, but the data have {len(task.classes)} classes")
+        raise UserError(
+            f"network {arch.name!r} gives {arch.classes} logits, but the data have {len(task.classes)} classes"
+        )
     return arch
 
 

@@ -131,7 +131,9 @@ class Arch:
             module = self.factory()
         return {name: leaf.detach().cpu().clone() for name, leaf in _entries(module)}
 
-    def encode(self, tensors: Tensors, x: Tensor, batch_stats: bool = False) -> tuple[Tensor, dict[str, Tensor], Tensors]:
+    def encode(
+        self, tensors: Tensors, x: Tensor, batch_stats: bool = False
+    ) -> tuple[Tensor, dict[str, Tensor], Tensors]:
         """Features of images in [0, 1], inner activations the network chose to return, and refreshed buffers.
 
         With ``batch_stats`` normalisation layers use this batch's statistics and the refreshed running ones are
@@ -186,7 +188,7 @@ def _names_of(module: nn.Module, types: tuple[type[nn.Module], ...]) -> frozense
 def _find_head(module: nn.Module, label: str) -> str:
     if isinstance(getattr(module, "head", None), nn.Linear):
         return "head"
-    linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    linear: list[str] = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     if not linear:
         raise UserError(f"network {label!r} has no nn.Linear to be its head; name the last layer with head=...")
     return linear[-1]

@@ -35,12 +35,12 @@ def gradient(
     """
     if _inside_transform():
 
-        def valued(tensors: Tensors) -> tuple[Tensor, tuple[Tensor, Aux]]:
+        def valued(tensors: Tensors) -> tuple[Tensor, tuple[Tensor, Aux | tuple[()]]]:
             value, aux = function(tensors)
-            return value, (value, aux)
+            return value, (value, () if aux is None else aux)  # a transform returns tensors, not None
 
         grads, (value, aux) = torch.func.grad(valued, has_aux=True)(at)
-        return grads, value, aux
+        return grads, value, None if isinstance(aux, tuple) and not aux else aux  # type: ignore[return-value]
     if differentiable:
         with torch.enable_grad():
             live = {n: t if t.requires_grad else t.detach().requires_grad_() for n, t in at.items()}

@@ -23,7 +23,9 @@ class Optim(Protocol):
     def memory(self, tensors: Tensors) -> Tensors:
         """The optimiser's state at the start of a phase."""
 
-    def update(self, tensors: Tensors, grads: Tensors, memory: Tensors, scale: Tensor | float) -> tuple[Tensors, Tensors]:
+    def update(
+        self, tensors: Tensors, grads: Tensors, memory: Tensors, scale: Tensor | float
+    ) -> tuple[Tensors, Tensors]:
         """One step; neither argument is changed."""
 
 
@@ -56,7 +58,9 @@ class SGD:
             return {}
         return {f"velocity/{name}": torch.zeros_like(leaf) for name, leaf in tensors.items()}
 
-    def update(self, tensors: Tensors, grads: Tensors, memory: Tensors, scale: Tensor | float) -> tuple[Tensors, Tensors]:
+    def update(
+        self, tensors: Tensors, grads: Tensors, memory: Tensors, scale: Tensor | float
+    ) -> tuple[Tensors, Tensors]:
         """``v <- momentum v + g + wd w``; ``w <- w - lr v`` (the first velocity is the gradient, as in torch)."""
         rate = self.lr * scale
         moved: Tensors = {}
@@ -98,7 +102,9 @@ class Adam:
         first = next(iter(tensors.values()), torch.zeros(()))
         return {**memory, "t": torch.zeros((), dtype=first.dtype, device=first.device)}
 
-    def update(self, tensors: Tensors, grads: Tensors, memory: Tensors, scale: Tensor | float) -> tuple[Tensors, Tensors]:
+    def update(
+        self, tensors: Tensors, grads: Tensors, memory: Tensors, scale: Tensor | float
+    ) -> tuple[Tensors, Tensors]:
         """One bias-corrected step."""
         count = memory["t"] + 1
         moved: Tensors = {}

@@ -122,7 +122,9 @@ def with_options(make: type[T], what: str, options: Mapping[str, object], **fixe
             hint = f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(known) or 'no options'}"
             raise UserError(f"{what} has no option {key!r}; {hint}")
     hints = get_type_hints(make)
-    values = {known[key].name: _typed(hints[known[key].name], value, f"{what}: {key}") for key, value in options.items()}
+    values = {
+        known[key].name: _typed(hints[known[key].name], value, f"{what}: {key}") for key, value in options.items()
+    }
     try:
         return make(**fixed, **values)
     except TypeError as error:

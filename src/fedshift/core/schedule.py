@@ -52,7 +52,9 @@ def batches(n: int, phase: Phase, train: Train, seed: int, no_singles: bool) -> 
     if steps is None and phase.epochs is None:
         steps = train.local_steps
     per_epoch = len(_cut(torch.arange(n), train, no_singles))
-    epochs = -(-steps // per_epoch) if steps is not None else (train.local_epochs if phase.epochs is None else phase.epochs)
+    epochs = (
+        -(-steps // per_epoch) if steps is not None else (train.local_epochs if phase.epochs is None else phase.epochs)
+    )
     orders = rng.permutations(seed, epochs, n)
     plan = [batch for order in orders for batch in _cut(order, train, no_singles)]
     return plan if steps is None else plan[:steps]
@@ -77,7 +79,11 @@ def fitting(phase: Phase, arch: Arch, size: int) -> Phase:
 
 
 def draw(
-    wanted: Mapping[str, Draw], seeds: Mapping[str, int | Tensor], ids: Tensor, dtype: torch.dtype, step: int | Tensor = 0
+    wanted: Mapping[str, Draw],
+    seeds: Mapping[str, int | Tensor],
+    ids: Tensor,
+    dtype: torch.dtype,
+    step: int | Tensor = 0,
 ) -> dict[str, Tensor]:
     """The random tensors of one step: ``[len(ids), *shape]`` per name, a function of (seed, step, id) alone."""
     result: dict[str, Tensor] = {}

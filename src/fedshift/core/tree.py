@@ -54,8 +54,7 @@ def unstack(tree: Tree, count: int) -> list[Tree]:
     """
     parts = {slot: {name: leaf.unbind(0) for name, leaf in leaves.items()} for slot, leaves in tree.items()}
     return [
-        {slot: {name: leaf[k] for name, leaf in leaves.items()} for slot, leaves in parts.items()}
-        for k in range(count)
+        {slot: {name: leaf[k] for name, leaf in leaves.items()} for slot, leaves in parts.items()} for k in range(count)
     ]
 
 

@@ -1,0 +1,1 @@
+"""Sources, partitions, splits, shifts and streams: everything that is decided before training."""

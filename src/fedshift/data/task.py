@@ -236,7 +236,9 @@ def _split_client(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if splitting.from_file:
         if pool.splits is None:
-            raise UserError('[split] from-file needs a split column in the data; map it with columns = { split = "..." }')
+            raise UserError(
+                '[split] from-file needs a split column in the data; map it with columns = { split = "..." }'
+            )
         train, val, test = split_by_file(indices, groups, pool.splits, splitting.val, seed)
     else:
         train, val, test = split(indices, groups, (splitting.train, splitting.val, splitting.test), seed)
@@ -313,7 +315,8 @@ def _load(folder: Path, pool: Pool, content: Tensor) -> Task | None:
         with np.load(folder / "arrays.npz", allow_pickle=False) as file:
             arrays = {key: torch.from_numpy(file[key]) for key in file.files}
         streams = {
-            fact["name"]: _load_stream(folder, s, fact, arrays, pool, content) for s, fact in enumerate(facts["streams"])
+            fact["name"]: _load_stream(folder, s, fact, arrays, pool, content)
+            for s, fact in enumerate(facts["streams"])
         }
         names: Sequence[str] = [*facts["clients"], *facts["unseen"]]
         parts = _unflat("clients", arrays)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeAlias
@@ -44,13 +45,39 @@ class Graphs:
         self._graphs[key].replay()
         return static
 
+    @property
+    def replaying(self) -> bool:
+        """Whether eager steps have been captured, and none is compiled."""
+        return bool(self._graphs) and not self._compile
+
+    def compile(self) -> None:
+        """From now on steps go through ``torch.compile`` before they are captured: worth its time in long runs only."""
+        self.clear()
+        self._compile = True
+
     def clear(self) -> None:
         """Free everything."""
-        for table in (self._seen, self._steps, self._states, self._batches, self._graphs):
-            table.clear()  # type: ignore[attr-defined]
+        self._seen.clear()
+        self._steps.clear()
+        self._states.clear()
+        self._batches.clear()
+        self._graphs.clear()
 
     def _prepared(self, step: Step) -> Step:
-        return torch.compile(step, dynamic=False) if self._compile else step
+        if not self._compile:
+            return step
+        compiled: Step = torch.compile(step, dynamic=False)
+
+        def guarded(state: Tree, batch: Mapping[str, Tensor]) -> Tree:
+            nonlocal compiled
+            try:
+                return compiled(state, batch)
+            except torch._dynamo.exc.TorchDynamoException as error:  # the eager step gives the same numbers
+                warnings.warn(f"torch.compile cannot handle this step ({str(error)[:200]}); going on without", stacklevel=2)
+                compiled = step
+                return step(state, batch)
+
+        return guarded
 
     def _capture(self, key: Hashable, group: Hashable, step: Step, state: Tree, batch: Mapping[str, Tensor]) -> None:
         static = self._states.setdefault(group, map_tree(torch.clone, state))

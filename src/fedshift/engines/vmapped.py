@@ -10,6 +10,8 @@ so a smaller group is filled up with copies of one of its members, whose results
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -20,8 +22,8 @@ from torch.func import vmap
 from fedshift.core.adapter import Adapter
 from fedshift.core.method import Method, Phase
 from fedshift.core.schedule import Plan, draw, fitting, seeds_for
-from fedshift.core.tree import Tree, map_tree, stack, unstack
-from fedshift.data.task import Client, Samples, Task
+from fedshift.core.tree import Tree, map_tree, stack, to, unstack
+from fedshift.data.task import Client, Task
 from fedshift.engines.graphs import Graphs, Step
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.work import (
@@ -29,18 +31,20 @@ from fedshift.engines.work import (
     Placement,
     Reply,
     Score,
+    as_floats,
     begin,
     features_of,
     hand_over,
     moment,
-    pixels,
     schedule_of,
     seeded,
 )
 
+COMPILE_PAYS = 300.0  # seconds of replays still to come: compiling takes about half a minute and saves a fifth of them
+
 
 class Vmapped:
-    """Stacks up to ``max_clients`` clients; ``compile_step`` runs ``torch.compile`` on the step first."""
+    """Stacks up to ``max_clients`` clients; ``compile_step`` compiles from the first step, otherwise when it pays."""
 
     def __init__(self, compute: Compute | None = None, max_clients: int = 256, compile_step: bool = False) -> None:
         self.compute = compute or Compute()
@@ -52,6 +56,7 @@ class Vmapped:
         self, method: Method, downs: Mapping[str, Tree], mines: Mapping[str, Tree], task: Task, plan: Plan
     ) -> dict[str, Reply]:
         """The local work of every client in ``downs``."""
+        started = time.perf_counter()
         here = self._placement(task)
         names = list(downs)
         replies: dict[str, Reply] = {}
@@ -60,6 +65,9 @@ class Vmapped:
             clients = [here.client(name) for name in some]
             received, kept = [downs[name] for name in some], [mines.get(name, {}) for name in some]
             replies |= self._cohort(method, received, kept, clients, here, plan)
+        left = plan.now.rounds - plan.now.round - 1
+        if self._graphs is not None and self._graphs.replaying and (time.perf_counter() - started) * left > COMPILE_PAYS:
+            self._graphs.compile()
         return replies
 
     def evaluate(
@@ -89,11 +97,12 @@ class Vmapped:
         with seeded(method, plan.seed_for(clients[0].name, "layers")):
             for phase in plan.phases:
                 queues = _Queues(method, phase, clients, task, plan, self.compute, state)
+                here = Compute(dtype=self.compute.dtype)  # many small tensors: stacked first, moved once
                 nows = [
-                    moment(method, task, client, plan, length, self.compute)
+                    moment(method, task, client, plan, length, here)
                     for client, length in zip(clients, queues.lengths, strict=True)
                 ]
-                state = self._phase(method, _begin(method, state, phase, nows), phase, queues)
+                state = self._phase(method, _begin(method, state, phase, nows, self.compute.device), phase, queues)
         apart = vmap(lambda s, d, m: hand_over(method, s, d, m, plan), randomness="different")
         ups, kept = apart(state, stack(downs), stack(mines))
         sound = (_finite(ups, count, state) & _finite(kept, count, state)).tolist()
@@ -113,8 +122,8 @@ class Vmapped:
             rows = self._filled(members, queues.count)
             group.choose(members, rows)
             suited = fitting(phase, method.arch, size)
-            batch = queues.take(members, rows)
-            step = _stacked_step(method, suited)
+            batch = queues.take(members, rows, size)
+            step = _stacked_step(method, suited, self.compute.dtype)
             if self._graphs is None:
                 group.state = step(group.state, batch)
             else:
@@ -132,18 +141,26 @@ class Vmapped:
         return members + members[:1] * (width - len(members))
 
 
-def _begin(method: Method, state: Tree, phase: Phase, nows: Sequence[Mapping[str, Tensor]]) -> Tree:
+def _begin(
+    method: Method, state: Tree, phase: Phase, nows: Sequence[Mapping[str, Tensor]], device: torch.device
+) -> Tree:
     """Fresh optimiser memory for every client: made for one, then repeated."""
     first = {slot: {name: leaf[0] for name, leaf in leaves.items()} for slot, leaves in state.items()}
     single = begin(method, first, phase, dict(nows[0]))
     fresh = {slot: single[slot] for slot in ("optim", "log") if slot == "optim" or slot not in state}
     repeated = map_tree(lambda leaf: leaf.expand(len(nows), *leaf.shape).clone(), fresh)
-    return {**state, **repeated, **stack([{"now": dict(now)} for now in nows])}
+    return {**state, **to({**repeated, **stack([{"now": dict(now)} for now in nows])}, device)}
 
 
-def _stacked_step(method: Method, phase: Phase) -> Step:
+def _stacked_step(method: Method, phase: Phase, dtype: torch.dtype) -> Step:
     one = method.fold if phase.trainable == frozenset() else method.client_step
-    step: Step = vmap(lambda state, batch: one(state, batch, phase), randomness="different")
+    stacked = vmap(lambda state, batch: one(state, batch, phase), randomness="different")
+
+    def step(state: Tree, batch: Mapping[str, Tensor]) -> Tree:
+        x = batch["x"]
+        result: Tree = stacked(state, {**batch, "x": as_floats(x, dtype) if x.dtype == torch.uint8 else x})
+        return result
+
     return step
 
 
@@ -186,7 +203,7 @@ class _Group:
 
 
 class _Queues:
-    """Every client's batches of one phase, in its own order."""
+    """Every client's batches of one phase, in its own order: one long index on the device, and where each batch begins."""
 
     def __init__(
         self,
@@ -203,16 +220,27 @@ class _Queues:
             schedule_of(method, phase, len(part), plan, client.name)
             for part, client in zip(parts, clients, strict=True)
         ]
+        orders = [torch.cat(own) if own else torch.zeros(0, dtype=torch.int64) for own in plans]
         self._compute = compute
-        self._sizes = [[len(batch) for batch in batches] for batches in plans]
-        self._positions = [_cut(p, s, compute.device) for p, s in zip(plans, self._sizes, strict=True)]
         self._part = parts[0]  # the images are shared; only the index differs
-        self._index = [part.index.to(compute.device) for part in parts]
+        self._sizes = [[len(batch) for batch in own] for own in plans]
+        lengths = [len(order) for order in orders]
+        firsts = [0, *itertools.accumulate(lengths)]
+        self._begins = [
+            list(itertools.accumulate(sizes, initial=first)) for sizes, first in zip(self._sizes, firsts, strict=False)
+        ]
+        self._where = torch.cat([part.index[order] for part, order in zip(parts, orders, strict=True)]).to(compute.device)
         self._taken = [0] * len(parts)
         self._wanted = method.draws(phase)
         seeds = [seeds_for(list(self._wanted), plan, client.name, phase) for client in clients]
         self._seeds = {n: torch.tensor([own[n] for own in seeds], device=compute.device) for n in self._wanted}
-        self._cached = _features(method, state, phase, parts, compute) if phase.inputs == "features" else None
+        self._features: Tensor | None = None
+        if phase.inputs == "features":
+            singles = unstack(state, len(parts))
+            self._features = torch.cat([
+                features_of(method, single, phase, part, compute)[order.to(compute.device)]
+                for single, part, order in zip(singles, parts, orders, strict=True)
+            ])
 
     @property
     def count(self) -> int:
@@ -232,16 +260,16 @@ class _Queues:
         size = max(Counter(fronts.values()).items(), key=lambda item: (item[1], item[0]))[0]
         return size, [k for k, front in fronts.items() if front == size]
 
-    def take(self, members: Sequence[int], rows: Sequence[int]) -> dict[str, Tensor]:
-        """The stacked batch of these rows (a filler repeats a member's), and the members' queues move on."""
-        positions = [self._positions[k][self._taken[k]] for k in rows]
-        index = torch.stack([self._index[k][own] for k, own in zip(rows, positions, strict=True)])
-        if self._cached is None:
-            x = pixels(self._part.images, index, self._compute.dtype)
-        else:
-            x = torch.stack([self._cached[k][own] for k, own in zip(rows, positions, strict=True)])
-        batch = {"x": x, "y": self._part.labels[index], "index": self._part.ids[index]}
-        batch |= self._draws(rows, index.shape[1])
+    def take(self, members: Sequence[int], rows: Sequence[int], size: int) -> dict[str, Tensor]:
+        """The stacked batch of these rows (a filler repeats a member's), and the members' queues move on.
+
+        Images stay uint8: they become floats inside the step, where that costs nothing.
+        """
+        begins = self._upload([self._begins[k][self._taken[k]] for k in rows])
+        span = begins[:, None] + torch.arange(size, device=self._compute.device)
+        index = self._where[span]
+        x = self._part.images[index] if self._features is None else self._features[span]
+        batch = {"x": x, "y": self._part.labels[index], "index": self._part.ids[index], **self._draws(rows, size)}
         for k in members:
             self._taken[k] += 1
         return batch
@@ -249,23 +277,16 @@ class _Queues:
     def _draws(self, rows: Sequence[int], size: int) -> dict[str, Tensor]:
         if not self._wanted:
             return {}
-        device = self._compute.device
-        which = torch.tensor(rows, device=device).repeat_interleave(size)
-        steps = torch.tensor([self._taken[k] for k in rows], device=device).repeat_interleave(size)
+        which = self._upload(rows).repeat_interleave(size)
+        steps = self._upload([self._taken[k] for k in rows]).repeat_interleave(size)
         seeds: dict[str, int | Tensor] = {name: own[which] for name, own in self._seeds.items()}
-        ids = torch.arange(size, device=device).repeat(len(rows))
+        ids = torch.arange(size, device=self._compute.device).repeat(len(rows))
         flat = draw(self._wanted, seeds, ids, self._compute.dtype, steps)
         return {name: leaf.reshape(len(rows), size, *leaf.shape[1:]) for name, leaf in flat.items()}
 
-
-def _cut(batches: list[Tensor], sizes: list[int], device: torch.device) -> list[Tensor]:
-    """The batches on the device, moved there in one piece."""
-    return list(torch.cat(batches).to(device).split(sizes)) if batches else []
-
-
-def _features(
-    method: Method, state: Tree, phase: Phase, parts: Sequence[Samples], compute: Compute
-) -> list[Tensor]:
-    singles = unstack(state, len(parts))
-    pairs = zip(singles, parts, strict=True)
-    return [features_of(method, single, phase, part, compute) for single, part in pairs]
+    def _upload(self, numbers: Sequence[int]) -> Tensor:
+        """Numbers on the device without making the host wait for it."""
+        tensor = torch.tensor(numbers)
+        if self._compute.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._compute.device, non_blocking=True)

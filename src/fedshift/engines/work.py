@@ -81,8 +81,13 @@ def placed(task: Task, device: torch.device) -> Task:
         )
         for name, stream in task.streams.items()
     }
-    whole = {"images": task.images.to(device), "labels": task.labels.to(device), "ids": task.ids.to(device)}
-    return replace(task, streams=streams, **whole)
+    return replace(
+        task,
+        images=task.images.to(device),
+        labels=task.labels.to(device),
+        ids=task.ids.to(device),
+        streams=streams,
+    )
 
 
 class Placement:
@@ -101,7 +106,12 @@ class Placement:
 
 def pixels(images: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
     """Chosen images as floats in [0, 1]."""
-    return images[index].to(dtype) / 255
+    return as_floats(images[index], dtype)
+
+
+def as_floats(images: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as floats in [0, 1]."""
+    return images.to(dtype) / 255
 
 
 def begin(method: Method, state: Tree, phase: Phase, now: Tensors) -> Tree:
@@ -125,8 +135,7 @@ def work(method: Method, down: Tree, mine: Tree, client: Client, task: Task, pla
     state = method.client_init(down, mine)
     data = [task.samples(client, phase.data) for phase in plan.phases]
     plans = [
-        schedule_of(method, phase, len(part), plan, client.name)
-        for phase, part in zip(plan.phases, data, strict=True)
+        schedule_of(method, phase, len(part), plan, client.name) for phase, part in zip(plan.phases, data, strict=True)
     ]
     with seeded(method, plan.seed_for(client.name, "layers")):
         for phase, part, steps in zip(plan.phases, data, plans, strict=True):
@@ -178,9 +187,12 @@ def features_of(method: Method, state: Tree, phase: Phase, part: Samples, comput
     """The frozen encoder's features of all of a client's samples, computed once per phase."""
     chunks = part.index.split(EVALUATION_CHUNK)
     tensors = state[phase.slot]
-    return torch.cat([
-        method.arch.encode(tensors, pixels(part.images, chunk, compute.dtype).to(compute.device))[0] for chunk in chunks
-    ])
+    return torch.cat(
+        [
+            method.arch.encode(tensors, pixels(part.images, chunk, compute.dtype).to(compute.device))[0]
+            for chunk in chunks
+        ]
+    )
 
 
 @contextmanager
@@ -232,5 +244,5 @@ def chunks(index: Tensor, batch: int | None) -> list[Tensor]:
 
 
 def _draws(adapter: Adapter, ids: Tensor, seed: int, compute: Compute) -> dict[str, Tensor]:
-    seeds: dict[str, int | Tensor] = {name: seed for name in adapter.draws()}
+    seeds: dict[str, int | Tensor] = dict.fromkeys(adapter.draws(), seed)
     return {name: leaf.to(compute.device) for name, leaf in draw(adapter.draws(), seeds, ids, compute.dtype).items()}

@@ -12,9 +12,7 @@ from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, squared_distance
 
 
-@method(
-    "ditto", paper="Ditto: Fair and Robust Federated Learning Through Personalization", venue="ICML", year=2021
-)
+@method("ditto", paper="Ditto: Fair and Robust Federated Learning Through Personalization", venue="ICML", year=2021)
 @dataclass(frozen=True)
 class Ditto(Method):
     """FedAvg, and beside it ``v_k <- v_k - lr (grad f(v_k) + lam (v_k - w_t))`` that never leaves the client.

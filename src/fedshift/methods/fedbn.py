@@ -11,7 +11,10 @@ from fedshift.core.tree import Tree
 
 
 @method(
-    "fedbn", paper="FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", venue="ICLR", year=2021
+    "fedbn",
+    paper="FedBN: Federated Learning on Non-IID Features via Local Batch Normalization",
+    venue="ICLR",
+    year=2021,
 )
 @dataclass(frozen=True)
 class FedBN(Method):

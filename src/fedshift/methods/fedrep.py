@@ -9,7 +9,9 @@ from fedshift.core.registry import method
 from fedshift.methods.fedper import FedPer
 
 
-@method("fedrep", paper="Exploiting Shared Representations for Personalized Federated Learning", venue="ICML", year=2021)
+@method(
+    "fedrep", paper="Exploiting Shared Representations for Personalized Federated Learning", venue="ICML", year=2021
+)
 @dataclass(frozen=True)
 class FedRep(FedPer):
     """Each round the head is trained on the frozen representation, then the representation under the frozen head.

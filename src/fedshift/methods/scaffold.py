@@ -10,9 +10,7 @@ from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, subtract, weighted_mean, zeros_like
 
 
-@method(
-    "scaffold", paper="SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", venue="ICML", year=2020
-)
+@method("scaffold", paper="SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", venue="ICML", year=2020)
 @dataclass(frozen=True)
 class Scaffold(Method):
     """FedAvg with drift correction (option II of the paper).

@@ -1,0 +1,116 @@
+"""Everything there is to choose from, as plain rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fedshift.core.registry import ADAPTERS, METHODS, MODELS, Registry
+
+Rows = list[dict[str, Any]]
+
+
+def _registered(registry: Registry[Any]) -> Rows:
+    return [
+        {
+            "name": entry.name,
+            "summary": entry.summary,
+            "paper": entry.paper,
+            "venue": f"{entry.venue} {entry.year}".strip() if entry.year else "",
+            "options": {key: _shown(value) for key, value in entry.options.items()},
+        }
+        for entry in registry.values()
+    ]
+
+
+def _shown(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def methods() -> Rows:
+    """Training methods, with what they deploy and need."""
+    rows = _registered(METHODS)
+    for row in rows:
+        cls = METHODS[row["name"]].make
+        row |= {"deploys": sorted(cls.deploys), "needs": sorted(cls.needs), "personal": cls.personal}
+    return rows
+
+
+def adapters() -> Rows:
+    """Test-time adapters, with what they need."""
+    rows = _registered(ADAPTERS)
+    for row in rows:
+        cls = ADAPTERS[row["name"]].make
+        row["needs"] = sorted(cls.needs | cls.needs_arch)
+    return rows
+
+
+def models() -> Rows:
+    """Networks."""
+    return _registered(MODELS)
+
+
+def _options(cls: type) -> dict[str, object]:
+    fields = dataclasses.fields(cls)
+    return {f.name.replace("_", "-"): None if f.default is dataclasses.MISSING else _shown(f.default) for f in fields}
+
+
+def partitions() -> Rows:
+    """Ways to give images to clients."""
+    from fedshift.data.partition import PARTITIONS
+
+    return [
+        {"name": n, "summary": PARTITIONS[n].describe(), "options": _options(PARTITIONS[n])} for n in sorted(PARTITIONS)
+    ]
+
+
+def streams() -> Rows:
+    """Kinds of test streams."""
+    from fedshift.data.streams import STREAMS
+
+    return [
+        {"name": name, "summary": (cls.__doc__ or "").split("\n")[0].rstrip("."), "options": _options(cls)}
+        for name, cls in sorted(STREAMS.items())
+    ]
+
+
+def presets() -> Rows:
+    """Experiments that need no file."""
+    from fedshift.bench.experiment import Experiment
+    from fedshift.bench.experiment import presets as names
+
+    loaded = [(name, Experiment.load(name)) for name in names()]
+    return [{"name": name, "title": e.title, "data": e.data.needs or e.data.source} for name, e in loaded]
+
+
+def pairs() -> Rows:
+    """Which adapter can follow which method, on a network with BatchNorm; 'yes' or what is missing."""
+    from torch import nn
+
+    from fedshift.core.arch import Arch
+    from fedshift.core.pairs import missing_for_pair
+
+    arch = Arch.of(
+        nn.Sequential(nn.Flatten(), nn.Linear(4, 2, bias=False), nn.BatchNorm1d(2), nn.Linear(2, 2)), (1, 2, 2)
+    )
+    rows: Rows = []
+    for name, entry in METHODS.items():
+        row: dict[str, Any] = {"name": name}
+        for other, cls in ADAPTERS.items():
+            method = entry.make(arch=entry.make.build(arch, {}))
+            adapter = cls.make(arch=method.arch, forward=method.forward)
+            row[other] = "yes" if missing_for_pair(name, method.deploys, other, adapter) is None else "-"
+        rows.append(row)
+    return rows
+
+
+CATALOGUE: Mapping[str, Callable[[], Rows]] = {
+    "methods": methods,
+    "adapters": adapters,
+    "models": models,
+    "partitions": partitions,
+    "streams": streams,
+    "presets": presets,
+    "pairs": pairs,
+}

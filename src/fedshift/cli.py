@@ -1,0 +1,165 @@
+"""The command line: ``fedshift run | list | show | doctor``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fedshift.errors import UserError
+
+app = typer.Typer(
+    name="fedshift",
+    help="Federated learning that survives distribution shift: any training method meets any test-time adapter.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+Format = Annotated[str, typer.Option("--format", help="table or json")]
+
+
+@app.command()
+def run(
+    experiment: Annotated[
+        str | None, typer.Argument(help="A TOML file or a preset; left out: five digit domains, no download.")
+    ] = None,
+    change: Annotated[
+        list[str] | None, typer.Option("-c", help="Override a key, for instance -c rounds=50 -c method.fedprox.mu=0.1.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    engine: Annotated[
+        str, typer.Option(help="auto, sequential, parallel or vmapped; all give the same numbers")
+    ] = "auto",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with interrupted runs.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Begin interrupted runs again.")] = False,
+) -> None:
+    """Train every method of an experiment, test every adapter, print the table. Finished parts are not run again."""
+    from fedshift.bench.experiment import Experiment
+    from fedshift.bench.pictures import result_picture, task_picture
+    from fedshift.bench.progress import Terminal
+    from fedshift.bench.runner import run as run_experiment
+    from fedshift.bench.setup import make_task
+
+    console = _console()
+    chosen = Experiment.load(experiment, change or [])
+    if chosen.title:
+        console.print(f"[bold]{chosen.title}", highlight=False)
+    reporter = Terminal(console)
+    try:
+        result = run_experiment(
+            chosen, out, engine=engine, device=device, resume=resume, restart=restart, reporter=reporter
+        )
+    finally:
+        reporter.close()
+    folder = out / chosen.name
+    result_picture(result, folder / "results.png")
+    task_picture(make_task(chosen, chosen.seeds[0]), folder / "task.png")
+    console.print(result.table())
+    if chosen.evaluate.oracle:
+        console.print(result.rules_table())
+    console.print(
+        f"Pictures: {folder / 'results.png'}, {folder / 'task.png'}. Again: fedshift show {folder}", highlight=False
+    )
+
+
+@app.command()
+def show(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or any folder above some.")],
+    select: Annotated[str, typer.Option(help="Selection rule: last, best-val or oracle.")] = "best-val",
+    format: Format = "table",
+) -> None:
+    """Print the results of finished runs again."""
+    from fedshift.bench.results import collect, find_runs, to_json
+
+    result = collect(find_runs(path))
+    if _wants_json(format):
+        print(to_json(result))
+    else:
+        console = _console()
+        console.print(result.table(select))
+        console.print(result.rules_table())
+
+
+@app.command(name="list")
+def list_(
+    what: Annotated[str, typer.Argument(help="methods, adapters, models, partitions, streams, presets or pairs")],
+    format: Format = "table",
+) -> None:
+    """What there is to choose from."""
+    from fedshift.catalogue import CATALOGUE
+
+    if what not in CATALOGUE:
+        raise UserError(f"there is no list of {what!r}; there are: {', '.join(CATALOGUE)}")
+    rows = CATALOGUE[what]()
+    if _wants_json(format):
+        print(json.dumps(rows, indent=1))
+        return
+    table = Table()
+    for column in rows[0]:
+        table.add_column(column, no_wrap=column == "name", overflow="fold")
+    for row in rows:
+        table.add_row(*(_plain(value) for value in row.values()))
+    _console().print(table)
+
+
+@app.command()
+def doctor() -> None:
+    """Versions, device, threads, and what is missing with the command that installs it."""
+    from fedshift.doctor import report
+
+    console = _console()
+    for line in report():
+        console.print(line, highlight=False)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={item}" for key, item in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _wants_json(format: str) -> bool:
+    if format not in ("table", "json"):
+        raise UserError(f"--format must be table or json, not {format!r}")
+    return format == "json"
+
+
+def _console() -> Console:
+    console = Console()
+    # piped output keeps whole rows instead of wrapping them at a width nobody chose
+    return console if console.is_terminal else Console(width=160)
+
+
+def _guarded(command: Callable[[], Any]) -> NoReturn:
+    try:
+        command()
+    except UserError as error:
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_escaped(str(error))}", highlight=False)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped; add --resume to go on from the last checkpoint", highlight=False)
+        sys.exit(130)
+    sys.exit(0)
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def main() -> None:
+    """The entry point: a user's mistake is one sentence and exit code 2, never a traceback."""
+    _guarded(app)
+
+
+if __name__ == "__main__":
+    main()

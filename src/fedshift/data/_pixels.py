@@ -1,0 +1,98 @@
+"""Pictures of any format, and arrays of any layout, as uint8 [N, channels, height, width]."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+from fedshift.data._rows import Rows, line
+from fedshift.errors import UserError
+
+MODES = {1: "L", 3: "RGB"}  # channels -> Pillow's name
+_THREADS = min(8, os.cpu_count() or 1)
+
+
+def decode(rows: Rows, size: int | None, channels: int) -> tuple[np.ndarray, dict[str, int]]:
+    """All images as uint8 [N, channels, height, width], and how many had which size and mode."""
+    first, _ = _picture(rows, 0, size, channels)
+    shape = first.shape
+    images = np.empty((len(rows.encoded), *shape), dtype=np.uint8)
+
+    def some(start: int) -> Counter[str]:
+        kinds: Counter[str] = Counter()
+        for i in range(start, min(start + 128, len(images))):
+            pixels, kind = _picture(rows, i, size, channels)
+            if pixels.shape != shape:
+                raise UserError(
+                    f"images differ in size, so a size is needed: {shape[2]}x{shape[1]} in {rows.where(0)} but "
+                    f"{pixels.shape[2]}x{pixels.shape[1]} in {rows.where(i)}"
+                )
+            images[i] = pixels
+            kinds[kind] += 1
+        return kinds
+
+    total: Counter[str] = sum(in_threads(some, range(0, len(images), 128)), Counter())
+    return images, dict(total.most_common(12))
+
+
+def _picture(rows: Rows, i: int, size: int | None, channels: int) -> tuple[np.ndarray, str]:
+    """One image as [channels, height, width], and what it was."""
+    item = rows.encoded[i]
+    try:
+        with Image.open(item if isinstance(item, Path) else io.BytesIO(item)) as opened:
+            kind = f"{opened.width}x{opened.height} {opened.mode}"
+            picture = _eight_bit(ImageOps.exif_transpose(opened)).convert(MODES[channels])
+    except Exception as error:  # Pillow's readers raise whatever their parsers stumble over
+        why = "its format is not known" if isinstance(error, UnidentifiedImageError) else line(error)
+        raise UserError(f"the image in {rows.where(i)} cannot be decoded: {why}") from error
+    if size is not None and picture.size != (size, size):
+        picture = picture.resize((size, size), Image.Resampling.BICUBIC)
+    pixels = np.asarray(picture)
+    return (pixels.transpose(2, 0, 1) if channels == 3 else pixels[None]), kind
+
+
+def _eight_bit(picture: Image.Image) -> Image.Image:
+    """Mend modes whose plain conversion is wrong: Pillow clips 16-bit grey to white, and palettes with alpha warn."""
+    if picture.mode.startswith("I"):
+        wide = np.clip(np.asarray(picture, dtype=np.int64), 0, 65535)
+        return Image.fromarray(((wide + 128) // 257).astype(np.uint8))
+    if picture.mode == "F":
+        raise ValueError("pictures of floating-point numbers are not supported")
+    return picture.convert("RGBA") if picture.mode in ("P", "PA") else picture
+
+
+def as_pixels(images: np.ndarray | Tensor) -> np.ndarray:
+    """Arrays in any of the accepted layouts as uint8 [N, C, H, W]."""
+    if isinstance(images, Tensor):  # numpy has no bfloat16
+        images = (images.float() if images.is_floating_point() else images).detach().cpu().numpy()
+    array = np.asarray(images)
+    if array.ndim == 3:
+        array = array[:, None]
+    if array.ndim == 4 and array.shape[1] not in (1, 3) and array.shape[3] in (1, 3):
+        array = array.transpose(0, 3, 1, 2)
+    if array.ndim != 4 or array.shape[1] not in (1, 3):
+        raise UserError(
+            f"images must be [N, H, W], [N, C, H, W] or [N, H, W, C] with 1 or 3 channels, not {list(images.shape)}"
+        )
+    if np.issubdtype(array.dtype, np.floating):
+        # `not (...)` rather than `... < 0 or ... > 1`: it also catches NaN
+        if array.size and not (array.min() >= 0.0 and array.max() <= 1.0):
+            raise UserError(f"float images must lie in [0, 1], found {array.min():g}..{array.max():g}")
+        return np.rint(array * 255.0).astype(np.uint8)
+    if array.dtype != np.uint8:
+        raise UserError(f"images must be uint8 or floats in [0, 1], not {array.dtype}")
+    return np.array(array, order="C")
+
+
+def in_threads(work: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return list(threads.map(work, items))

@@ -1,0 +1,124 @@
+"""Decoded sources on disk, under keys that are the content of the files: an entry can never be stale."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedshift.data._pixels import MODES, decode
+from fedshift.data._rows import Request, Rows, line, pool_of
+from fedshift.data.pool import Pool
+from fedshift.errors import UserError
+
+_FORMAT = 1  # of a cache entry and of everything that decides its bytes: raise it when decoding changes
+_CODE_FIELDS = ("labels", "domains", "users", "supers", "groups", "splits")
+_NAME_FIELDS = ("classes", "domain_names", "user_names", "super_names")
+
+
+def cached(request: Request, digests: Mapping[str, str], read: Callable[[], Rows]) -> Pool:
+    """The pool of these files, from the cache when it is there."""
+    scheme = request.source.partition(":")[0]
+    content = _text_digest([scheme, list(digests.items())])
+    key = _text_digest([_FORMAT, content, sorted((request.columns or {}).items()), request.size, request.channels])
+    entry = None if request.cache is None else Path(request.cache) / "sources" / key
+    pool = None if entry is None else _recall(entry)
+    if pool is None:
+        rows = read()
+        images, originals = decode(rows, request.size, request.channels)
+        how = "sizes kept" if request.size is None else "resized with Pillow bicubic where the size differed"
+        facts: dict[str, object] = {
+            "images": len(images),
+            "classes": len(rows.classes),
+            "digest": content,
+            "files": dict(digests) if len(digests) <= 100 else len(digests),
+            "original": originals,
+            "conversion": f"{images.shape[3]}x{images.shape[2]} {MODES[request.channels]}, {how}",
+        }
+        pool = pool_of(rows, images, facts)
+        if entry is not None:
+            _remember(entry, pool)
+    # the string is the asker's, the rest the content's: the same bytes may be asked for under another path
+    return replace(pool, provenance={"source": request.source, **pool.provenance})
+
+
+def _remember(entry: Path, pool: Pool) -> None:
+    """Write an entry so that other processes see all of it or nothing."""
+    half = entry.with_name(f".{entry.name}-{uuid.uuid4().hex}")
+    try:
+        half.mkdir(parents=True)
+        np.save(half / "images.npy", pool.images.numpy(), allow_pickle=False)
+        codes = {name: getattr(pool, name) for name in _CODE_FIELDS}
+        np.savez(half / "codes.npz", **{name: code.numpy() for name, code in codes.items() if code is not None})
+        names: dict[str, object] = {name: list(getattr(pool, name)) for name in _NAME_FIELDS}
+        meta = {**names, "provenance": dict(pool.provenance), "images": file_digest(half / "images.npy")}
+        (half / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+        if entry.exists() and _recall(entry) is None:
+            shutil.rmtree(entry, ignore_errors=True)
+        if not entry.exists():  # else another process was faster, with the same content
+            os.replace(half, entry)
+    except OSError as error:
+        if _recall(entry) is None:
+            raise UserError(f'the cache cannot be written in "{entry.parent}": {line(error)}') from error
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
+
+
+def _recall(entry: Path) -> Pool | None:
+    """A whole and undamaged entry, mapped rather than read; None otherwise."""
+    try:
+        meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
+        if file_digest(entry / "images.npy") != meta["images"]:
+            return None
+        images = np.load(entry / "images.npy", mmap_mode="c", allow_pickle=False)
+        with np.load(entry / "codes.npz", allow_pickle=False) as stored:
+            fields: dict[str, Any] = {name: torch.from_numpy(stored[name]) for name in stored.files}
+        fields.update({name: tuple(meta[name]) for name in _NAME_FIELDS})
+        return Pool(torch.from_numpy(images), **fields, provenance=meta["provenance"])
+    except Exception:  # whatever is wrong with it, it can be made again
+        return None
+
+
+def file_digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError as error:
+        raise UserError(f'"{path}" cannot be read: {line(error)}') from error
+
+
+def _text_digest(value: object) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+
+
+class _HashFile(io.RawIOBase):
+    """A file that only remembers the digest of what was written."""
+
+    def __init__(self) -> None:
+        self.hash = hashlib.blake2b(digest_size=16)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.hash.update(data)
+        return len(data)
+
+
+def table_digest(table: Any) -> str:
+    import pyarrow as pa
+
+    sink = _HashFile()
+    with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), table.schema) as writer:
+        writer.write_table(table)
+    return sink.hash.hexdigest()

@@ -1,0 +1,66 @@
+"""Shared by all tests: one torch thread, a cache of their own, tiny networks and data."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from fedshift.core.arch import Arch
+from fedshift.core.method import Train
+from fedshift.data.task import Client, Task
+from fedshift.models.cnn import CNN
+from fedshift.models.mlp import MLP
+
+torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="also run the long tier")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--long"):
+        return
+    for item in items:
+        if "long" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="long tier: make test-all"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["FEDSHIFT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+def ragged_task(sizes: tuple[int, ...] = (33, 7, 1, 20, 40), side: int = 8, classes: int = 4, unseen: int = 0) -> Task:
+    """Clients of very different size, one smaller than a batch, one with a single sample."""
+    generator = torch.Generator().manual_seed(0)
+    total = sum(sizes) + 7 * len(sizes) + 5 * unseen
+    images = torch.randint(0, 256, (total, 3, side, side), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(0, classes, (total,), generator=generator)
+    order = torch.randperm(total, generator=generator)
+    clients, start = [], 0
+    for number, size in enumerate(sizes):
+        train, val, test = order[start : start + size + 7].split([size, 3, 4])
+        clients.append(Client(f"client-{number}", train, val, test))
+        start += size + 7
+    none = torch.zeros(0, dtype=torch.int64)
+    strangers = tuple(
+        Client(f"stranger-{u}", none, none, order[start + 5 * u : start + 5 * u + 5]) for u in range(unseen)
+    )
+    names = tuple(f"class-{c}" for c in range(classes))
+    return Task(images, labels, torch.arange(total), names, tuple(clients), strangers, hash="ragged")
+
+
+def tiny_arch(kind: str = "cnn", norm: bool = False, side: int = 8, classes: int = 4) -> Arch:
+    """A network small enough for hundreds of tests."""
+    shape = (3, side, side)
+    if kind == "mlp":
+        return Arch.of(lambda: MLP(hidden=(6,), norm=norm).make(shape, classes), shape, "mlp")
+    return Arch.of(lambda: CNN(width=2, hidden=6, norm=norm).make(shape, classes), shape, "cnn")
+
+
+def tiny_train(**changes: object) -> Train:
+    settings: dict[str, object] = {"lr": 0.05, "batch_size": 8, "local_epochs": 2, "momentum": 0.9, "weight_decay": 1e-3}
+    return Train(**{**settings, **changes})  # type: ignore[arg-type]
