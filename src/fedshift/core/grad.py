@@ -19,7 +19,8 @@ Aux = TypeVar("Aux")
 
 
 def _inside_transform() -> bool:
-    return torch._C._functorch.maybe_current_level() is not None
+    # only stacked steps are ever compiled, and the compiler cannot look into functorch's stack
+    return torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
 
 
 def gradient(

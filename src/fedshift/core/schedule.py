@@ -32,45 +32,51 @@ class Plan:
         return rng.seed_of(self.seed, moment, client, *purpose)
 
 
-def batches(n: int, phase: Phase, train: Train, seed: int, no_singles: bool) -> list[Tensor]:
-    """Positions 0..n-1 of each step's samples.
+def batches(n: int, phase: Phase, train: Train, seed: int, no_singles: bool) -> tuple[Tensor, list[int]]:
+    """Positions 0..n-1 in the order in which they are used, and how many belong to each step.
 
     A short last batch is kept by default; ``drop`` leaves it out unless it is the only one; ``wrap`` fills it from the
     start of the epoch. With ``no_singles`` a last batch of one sample joins the one before it, because one sample has
     no batch statistics.
 
-    >>> [len(b) for b in batches(70, Phase(epochs=1), Train(batch_size=32), seed=0, no_singles=False)]
+    >>> batches(70, Phase(epochs=1), Train(batch_size=32), seed=0, no_singles=False)[1]
     [32, 32, 6]
-    >>> [len(b) for b in batches(65, Phase(epochs=1), Train(batch_size=32), seed=0, no_singles=True)]
+    >>> batches(65, Phase(epochs=1), Train(batch_size=32), seed=0, no_singles=True)[1]
     [32, 33]
     """
     if n == 0:
-        return []
+        return torch.zeros(0, dtype=torch.int64), []
     if phase.trainable == frozenset():  # a fold looks at every sample once, in order
-        return list(torch.arange(n).split(train.batch_size))
+        return torch.arange(n), _sizes(n, replace(train, last_batch="keep"), no_singles=False)
+    sizes = _sizes(n, train, no_singles)
     steps = phase.steps
     if steps is None and phase.epochs is None:
         steps = train.local_steps
-    per_epoch = len(_cut(torch.arange(n), train, no_singles))
-    epochs = (
-        -(-steps // per_epoch) if steps is not None else (train.local_epochs if phase.epochs is None else phase.epochs)
-    )
+    if steps is None:
+        epochs = train.local_epochs if phase.epochs is None else phase.epochs
+        steps = epochs * len(sizes)
+    else:
+        epochs = -(-steps // len(sizes))
     orders = rng.permutations(seed, epochs, n)
-    plan = [batch for order in orders for batch in _cut(order, train, no_singles)]
-    return plan if steps is None else plan[:steps]
+    used = sum(sizes)  # of each epoch: fewer than n if the last batch is dropped, more if it is filled up
+    orders = orders[:, :used] if used <= n else torch.cat([orders, orders[:, : used - n]], dim=1)
+    sizes = (sizes * epochs)[:steps]
+    return orders.flatten()[: sum(sizes)], sizes
 
 
-def _cut(order: Tensor, train: Train, no_singles: bool) -> list[Tensor]:
-    size = train.batch_size
-    parts = list(order.split(size))
-    if len(parts) > 1 and len(parts[-1]) < size:
-        if train.last_batch == "drop":
-            parts = parts[:-1]
-        elif train.last_batch == "wrap":
-            parts[-1] = torch.cat([parts[-1], order[: size - len(parts[-1])]])
-        elif no_singles and len(parts[-1]) == 1:
-            parts = [*parts[:-2], torch.cat(parts[-2:])]
-    return parts
+def _sizes(n: int, train: Train, no_singles: bool) -> list[int]:
+    """The batch sizes of one epoch."""
+    full, rest = divmod(n, train.batch_size)
+    sizes = [train.batch_size] * full
+    if rest == 0:
+        return sizes
+    if full == 0:
+        return [rest]
+    if train.last_batch == "drop":
+        return sizes
+    if train.last_batch == "wrap":
+        return [*sizes, train.batch_size]
+    return [*sizes[:-1], train.batch_size + 1] if no_singles and rest == 1 else [*sizes, rest]
 
 
 def fitting(phase: Phase, arch: Arch, size: int) -> Phase:

@@ -220,10 +220,10 @@ class _Queues:
             schedule_of(method, phase, len(part), plan, client.name)
             for part, client in zip(parts, clients, strict=True)
         ]
-        orders = [torch.cat(own) if own else torch.zeros(0, dtype=torch.int64) for own in plans]
+        orders = [order for order, _ in plans]
         self._compute = compute
         self._part = parts[0]  # the images are shared; only the index differs
-        self._sizes = [[len(batch) for batch in own] for own in plans]
+        self._sizes = [sizes for _, sizes in plans]
         lengths = [len(order) for order in orders]
         firsts = [0, *itertools.accumulate(lengths)]
         self._begins = [

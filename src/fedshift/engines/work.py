@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -124,8 +124,8 @@ def begin(method: Method, state: Tree, phase: Phase, now: Tensors) -> Tree:
     return {**state, "now": now, "optim": memory, "log": state.get("log", {"loss": zero, "steps": zero})}
 
 
-def schedule_of(method: Method, phase: Phase, count: int, plan: Plan, client: str) -> list[Tensor]:
-    """The positions of a phase's batches among the client's samples."""
+def schedule_of(method: Method, phase: Phase, count: int, plan: Plan, client: str) -> tuple[Tensor, list[int]]:
+    """A phase's positions among the client's samples in their order, and the sizes of the batches."""
     alone = method.arch.has_batch_norm and phase.batch_stats
     return batches(count, phase, method.train, plan.seed_for(client, phase.data), no_singles=alone)
 
@@ -138,11 +138,11 @@ def work(method: Method, down: Tree, mine: Tree, client: Client, task: Task, pla
         schedule_of(method, phase, len(part), plan, client.name) for phase, part in zip(plan.phases, data, strict=True)
     ]
     with seeded(method, plan.seed_for(client.name, "layers")):
-        for phase, part, steps in zip(plan.phases, data, plans, strict=True):
-            now = moment(method, task, client, plan, len(steps), compute)
+        for phase, part, (order, sizes) in zip(plan.phases, data, plans, strict=True):
+            now = moment(method, task, client, plan, len(sizes), compute)
             state = begin(method, state, phase, now)
             step = method.fold if phase.trainable == frozenset() else method.client_step
-            for size, batch in _batches(method, state, phase, part, steps, plan, client.name, compute):
+            for size, batch in _batches(method, state, phase, part, order.split(sizes), plan, client.name, compute):
                 state = step(state, batch, fitting(phase, method.arch, size))
     return finish(method, state, down, mine, plan)
 
@@ -166,7 +166,7 @@ def _batches(
     state: Tree,
     phase: Phase,
     part: Samples,
-    steps: list[Tensor],
+    steps: Sequence[Tensor],
     plan: Plan,
     client: str,
     compute: Compute,
