@@ -49,6 +49,7 @@ class Tail(nn.Module):
     def __init__(self, tail: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.flat, self.hidden, self.last, self.tail = nn.Flatten(), nn.Linear(16, 4), nn.Linear(4, 3), tail
+        nn.init.constant_(self.last.bias, -9.0)  # so that a ReLU shows
 
     def forward(self, x: Tensor) -> Tensor:
         return self.tail(self.last(self.hidden(self.flat(x)).relu()))
@@ -232,10 +233,10 @@ def test_the_forward_pass_is_the_modules(batch_stats: bool) -> None:
     for number in range(3):
         x = images(shape=SHAPE) + number
         output = arch(tensors, x, batch_stats)
-        assert torch.allclose(output.logits, module((x - 0.3) / 0.2), atol=1e-6)
+        assert torch.allclose(output.logits, module((x - 0.3) / 0.2), atol=1e-5)
         tensors = {**tensors, **output.buffers}
         for name, leaf in module.state_dict().items():
-            assert torch.allclose(tensors[name], leaf, atol=1e-6), name
+            assert torch.allclose(tensors[name], leaf, atol=1e-5), name
             assert tensors[name].dtype == leaf.dtype
     assert int(tensors["inner.downsample.1.num_batches_tracked"]) == 3 * batch_stats
     assert set(output.buffers) == (set(arch.buffers) if batch_stats else set())
@@ -267,6 +268,14 @@ def test_calls_do_not_touch_the_users_module() -> None:
     assert isinstance(module.out, nn.Linear)
 
 
+def test_a_module_in_double_precision_is_taken_and_left_as_it_is() -> None:
+    module = Net().double()
+    arch = Arch.of(module, SHAPE)
+    assert all(leaf.dtype == torch.float64 for leaf in module.parameters())
+    assert arch.init(0)["out.weight"].dtype == torch.float64
+    assert arch(arch.init(0), images().double()).logits.dtype == torch.float64
+
+
 def test_batch_statistics_are_used_by_every_layer_whatever_mode_the_module_came_in() -> None:
     ready, resting = Arch.of(Net().eval(), SHAPE), Arch.of(Net().train(), SHAPE)
     tensors = ready.init(0)
@@ -283,7 +292,7 @@ def test_encoder_and_head_make_the_network() -> None:
     assert (features.shape, aux, buffers) == ((6, 3), {}, {})
     assert torch.equal(arch.classify(tensors, features), arch(tensors, images()).logits)
     module = functional_call(Net().eval(), tensors, (arch.normalise(images()),))
-    assert torch.allclose(arch(tensors, images()).logits, module, atol=1e-6)
+    assert torch.allclose(arch(tensors, images()).logits, module, atol=1e-5)
 
 
 def test_normalisation_of_inputs() -> None:

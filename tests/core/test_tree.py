@@ -211,13 +211,19 @@ def test_leaves_that_want_gradients_can_be_saved(tmp_path: Path) -> None:
     assert not load(tmp_path / "a")[0]["x"]["m"]["w"].requires_grad
 
 
-def test_saving_replaces_whole_files_and_leaves_nothing_else(tmp_path: Path) -> None:
+def test_saving_replaces_whole_files_and_leaves_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def disk_is_full(handle: int) -> None:
+        raise OSError("full")
+
     path = tmp_path / "a"
     save(path, {"x": mixed(1)})
     save(path, {"x": mixed(2)})
     assert same(load(path)[0]["x"], mixed(2))
     with pytest.raises(TypeError):
         save(path, {"x": mixed(3)}, {"round": object()})  # no JSON
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="full"):
+        patched.setattr("os.fsync", disk_is_full)
+        save(path, {"x": mixed(4)})
     assert same(load(path)[0]["x"], mixed(2))
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
 

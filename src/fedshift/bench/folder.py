@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -68,7 +69,7 @@ class RunFolder:
         facts = {
             "round": state.round,
             "lines": progress.lines,
-            "best": progress.best,
+            "best": None if progress.best == float("-inf") else progress.best,
             "best_round": progress.best_round,
         }
         save(target, state.trees(), facts)
@@ -83,10 +84,15 @@ class RunFolder:
     def restore(self, device: torch.device) -> tuple[State, Progress]:
         """The newest checkpoint; lines written after it are cut off, because those rounds will be run again."""
         trees, facts = load(self.checkpoints()[-1])
-        progress = Progress(int(facts["lines"]), float(facts["best"]), int(facts["best_round"]))  # type: ignore[call-overload,arg-type]
+        best = facts["best"]
+        progress = Progress(
+            lines=cast(int, facts["lines"]),
+            best=float("-inf") if best is None else cast(float, best),
+            best_round=cast(int, facts["best_round"]),
+        )
         lines = (self.path / "metrics.jsonl").read_text().splitlines(keepends=True)
         self.write("metrics.jsonl", "".join(lines[: progress.lines]))
-        return State.of(trees, int(facts["round"]), device), progress  # type: ignore[call-overload]
+        return State.of(trees, cast(int, facts["round"]), device), progress
 
     def last(self, device: torch.device) -> State:
         """The newest state."""
@@ -100,12 +106,12 @@ class RunFolder:
     @staticmethod
     def _state(path: Path, device: torch.device) -> State:
         trees, facts = load(path)
-        return State.of(trees, int(facts["round"]), device)  # type: ignore[call-overload]
+        return State.of(trees, cast(int, facts["round"]), device)
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Append a line of metrics."""
         with open(self.path / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(_json(line) + "\n")
 
     def lines(self) -> list[dict[str, Any]]:
         """All lines of metrics."""
@@ -121,12 +127,25 @@ class RunFolder:
 
     def write_scores(self, adapter: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """All scores of one adapter."""
-        self.write(f"adapters/{adapter}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        self.write(f"adapters/{adapter}.jsonl", "".join(_json(row) + "\n" for row in rows))
 
     def scores(self) -> dict[str, list[dict[str, Any]]]:
         """Scores by adapter."""
         files = sorted((self.path / "adapters").glob("*.jsonl"))
         return {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+
+
+def _json(value: Any) -> str:
+    """One line of JSON; numbers that are not finite become null, because JSON has no word for them."""
+    return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def toml_text(table: Mapping[str, Any]) -> str:

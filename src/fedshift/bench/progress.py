@@ -100,6 +100,8 @@ class Terminal:
 
     def begin(self, run: str, done: int, rounds: int) -> None:
         """The bar carries the run's name."""
+        if done:
+            self._console.print(f"[dim]{run}: going on after round {done}", highlight=False)
         self._bar.update(self._task, description=run, advance=done, detail="")
 
     def skip(self, run: str, rounds: int) -> None:

@@ -37,7 +37,9 @@ class Row:
     def number(self, metric: str, rule: str = "best-val", part: str = "avg") -> tuple[float, float] | None:
         """Mean and deviation over seeds of one part (avg, all, std, worst, loss) of a metric, or None."""
         found = self.values.get((rule, metric))
-        return mean_and_std([float(value[part]) for value in found]) if found else None
+        if not found or any(value[part] is None for value in found):
+            return None
+        return mean_and_std([float(value[part]) for value in found])
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,8 @@ def _oracle(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for line in lines:
         for metric, numbers in line.items():
             if not isinstance(numbers, dict) or "/val/" in metric:
+                continue
+            if numbers["avg"] is None:
                 continue
             if metric not in best or numbers["avg"] > best[metric]["avg"]:
                 best[metric] = {**numbers, "round": line["round"]}

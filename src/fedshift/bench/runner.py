@@ -162,7 +162,6 @@ def _train(job: Job, engine: Engine, compute: Compute, resume: bool, say: Report
     federation = _federation(job, engine, compute)
     if resume and folder.checkpoints():
         state, progress = folder.restore(compute.device)
-        say.note(f"{title}: going on after round {state.round}")
         say.begin(title, state.round, variant.rounds)
     else:
         state, progress = federation.start(), Progress()
@@ -170,12 +169,14 @@ def _train(job: Job, engine: Engine, compute: Compute, resume: bool, say: Report
         say.begin(title, 0, variant.rounds)
         folder.checkpoint(state, progress)
     started = time.perf_counter()
+    diverged: set[str] = set()  # said once; metrics.jsonl has every round
     while state.round < variant.rounds:
         state, report = federation.step(state)
         folder.log(_line(state.round, report))
         progress = replace(progress, lines=progress.lines + 1)
-        for name in report.left_out:
-            say.note(f"{title}, round {state.round}: client {name!r} diverged (not finite) and was left out")
+        for name in (name for name in report.left_out if name not in diverged):
+            say.note(f"{title}: client {name!r} was left out of round {state.round}, its loss or update is not finite")
+        diverged |= set(report.left_out)
         if _due(state.round, variant.evaluate.every, variant.rounds):
             progress = _validate(job, federation, state, progress)
         if _due(state.round, variant.checkpoint_every, variant.rounds):

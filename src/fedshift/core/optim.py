@@ -51,6 +51,8 @@ class SGD:
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
         _checked(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+        if self.momentum >= 1:
+            raise UserError(f"momentum must be below 1, not {self.momentum}")
 
     def memory(self, tensors: Tensors) -> Tensors:
         """Zero velocities where there is momentum, nothing otherwise."""
