@@ -20,9 +20,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from fedshift.bench.experiment import MethodSpec
 from fedshift.bench.federation import Federation
 from fedshift.bench.setup import Setup
-from fedshift.bench.experiment import MethodSpec
 from fedshift.core.arch import Arch
 from fedshift.core.method import Now, Train
 from fedshift.core.schedule import Plan

@@ -80,7 +80,9 @@ MISTAKES = {
     "no such engine": (["--engine", "warp"], "warp"),
     "no such preset": (["defualt"], "did you mean 'default'"),
     "not toml": (["{toml}"], "is not valid TOML"),
-    "too small for the network": (["-c", "data.source=parquet:{good}", "-c", "data.size=2"], "4x4"),
+    "too small for the network": (
+        ["-c", "data.source=parquet:{good}", "-c", "data.size=2", "-c", 'stream=[{{name="o", kind="original"}}]'], "4x4",
+    ),
     "split": (["-c", "split.train=0.9"], "train + val + test must be 1"),
     "severity": (["-c", "stream.corrupted.severity=6"], "severity must be 1 to 5"),
     "unseen": (["-c", 'split.unseen=["nobody"]'], "nobody"),

@@ -130,9 +130,6 @@ class Functional(nn.Module):
         return logits
 
 
-@pytest.mark.xfail(
-    strict=True, reason="is_random looks at module types only: F.dropout draws from torch's global generator"
-)
 def test_networks_that_draw_without_a_layer_for_it() -> None:
     assert Arch.of(Functional, SHAPE).is_random
 
@@ -183,9 +180,6 @@ def test_other_mistakes() -> None:
         Arch.of(nn.Sequential(nn.Conv2d(1, 2, 4), nn.Flatten()), SHAPE)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="_check_split runs the head outside of its try, and blames the encoder on the images"
-)
 def test_a_head_that_cannot_stand_alone_is_not_the_last_operation() -> None:
     with pytest.raises(UserError, match="layer 'last' is not the last operation"):
         Arch.of(lambda: Tail(lambda y: y[:, :2]), SHAPE)
@@ -206,9 +200,6 @@ class LongHead(nn.Module):
         return logits
 
 
-@pytest.mark.xfail(
-    strict=True, reason="Arch.classify always runs the head in training mode, on the caller's own buffers"
-)
 def test_a_head_that_is_more_than_linear_is_refused_or_obeys_the_mode() -> None:
     try:
         arch = Arch.of(LongHead, SHAPE, head="top")

@@ -14,6 +14,15 @@ from fedshift.core.method import Draw, Now, Phase, Train
 from fedshift.core.schedule import Plan, batches, draw, fitting, seeds_for
 
 
+def steps_of(n: int, phase: Phase, train: Train, seed: int, no_singles: bool) -> list[Tensor]:
+    """The positions of every step."""
+    order, lengths = batches(n, phase, train, seed, no_singles)
+    assert order.dtype == torch.int64
+    assert len(order) == sum(lengths)
+    assert all(length > 0 for length in lengths)
+    return list(order.split(lengths)) if lengths else []
+
+
 def sizes(plan: list[Tensor]) -> list[int]:
     return [len(batch) for batch in plan]
 
@@ -30,7 +39,7 @@ SMALL = [1, 2, 3, 7, 8, 9, 16, 17, 31]
 @pytest.mark.parametrize("alone", [False, True])
 def test_every_epoch_covers_every_sample_exactly_once(n: int, size: int, alone: bool) -> None:
     train = Train(batch_size=size, local_epochs=3)
-    plan = batches(n, Phase(), train, 5, alone)
+    plan = steps_of(n, Phase(), train, 5, alone)
     per_epoch = len(plan) // 3
     for epoch in range(3):
         part = plan[epoch * per_epoch : (epoch + 1) * per_epoch]
@@ -42,7 +51,7 @@ def test_every_epoch_covers_every_sample_exactly_once(n: int, size: int, alone: 
 
 
 def test_epochs_differ_and_are_shuffled() -> None:
-    plan = batches(50, Phase(epochs=2), Train(batch_size=50), 1, False)
+    plan = steps_of(50, Phase(epochs=2), Train(batch_size=50), 1, False)
     assert plan[0].tolist() != plan[1].tolist()
     assert plan[0].tolist() != list(range(50))
 
@@ -51,7 +60,7 @@ def test_epochs_differ_and_are_shuffled() -> None:
 def test_the_three_rules_for_a_last_batch(n: int, rest: list[int]) -> None:
     full = [8] * (n // 8)
     keep, drop, wrap = (
-        batches(n, Phase(epochs=1), Train(batch_size=8, last_batch=rule), 3, False)  # type: ignore[arg-type]
+        steps_of(n, Phase(epochs=1), Train(batch_size=8, last_batch=rule), 3, False)  # type: ignore[arg-type]
         for rule in ("keep", "drop", "wrap")
     )
     assert sizes(keep) == full + rest
@@ -73,11 +82,11 @@ def test_a_single_last_sample_joins_the_batch_before_it_only_with_batch_norm() -
         ("wrap", [8, 8, 8], [8, 8, 8]),
     ):
         train = Train(batch_size=8, last_batch=rule)  # type: ignore[arg-type]
-        assert sizes(batches(17, Phase(epochs=1), train, 3, False)) == without
-        assert sizes(batches(17, Phase(epochs=1), train, 3, True)) == with_norm
-    assert sizes(batches(18, Phase(epochs=1), Train(batch_size=8), 3, True)) == [8, 8, 2]
-    assert sizes(batches(1, Phase(epochs=1), Train(batch_size=8), 3, True)) == [1]  # nothing to join
-    assert sizes(batches(3, Phase(epochs=1), Train(batch_size=1), 3, True)) == [1, 1, 1]  # asked for
+        assert sizes(steps_of(17, Phase(epochs=1), train, 3, False)) == without
+        assert sizes(steps_of(17, Phase(epochs=1), train, 3, True)) == with_norm
+    assert sizes(steps_of(18, Phase(epochs=1), Train(batch_size=8), 3, True)) == [8, 8, 2]
+    assert sizes(steps_of(1, Phase(epochs=1), Train(batch_size=8), 3, True)) == [1]  # nothing to join
+    assert sizes(steps_of(3, Phase(epochs=1), Train(batch_size=1), 3, True)) == [1, 1, 1]  # asked for
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 5, 13])
@@ -85,9 +94,9 @@ def test_a_single_last_sample_joins_the_batch_before_it_only_with_batch_norm() -
 def test_steps_start_over_when_the_data_end(steps: int, where: str) -> None:
     train, phase = Train(batch_size=4, local_epochs=1), Phase()
     train, phase = (replace(train, local_steps=steps), phase) if where == "train" else (train, Phase(steps=steps))
-    plan = batches(10, phase, train, 7, False)
+    plan = steps_of(10, phase, train, 7, False)
     assert len(plan) == steps
-    epochs = batches(10, Phase(epochs=5), Train(batch_size=4), 7, False)
+    epochs = steps_of(10, Phase(epochs=5), Train(batch_size=4), 7, False)
     assert all(torch.equal(a, b) for a, b in zip(plan, epochs, strict=False))  # the first steps of an epoch plan
     counts = [seen(plan)[i] for i in range(10)]
     assert max(counts) - min(counts) <= 1
@@ -95,28 +104,30 @@ def test_steps_start_over_when_the_data_end(steps: int, where: str) -> None:
 
 def test_which_length_wins() -> None:
     train = Train(batch_size=4, local_epochs=2, local_steps=5)
-    assert len(batches(8, Phase(), train, 0, False)) == 5
-    assert len(batches(8, Phase(), replace(train, local_steps=None), 0, False)) == 4
-    assert len(batches(8, Phase(epochs=3), train, 0, False)) == 6  # a phase's own length comes first
-    assert len(batches(8, Phase(steps=1), train, 0, False)) == 1
-    assert batches(8, Phase(epochs=0), train, 0, False) == []
-    assert batches(8, Phase(), Train(local_epochs=0), 0, False) == []
+    assert len(steps_of(8, Phase(), train, 0, False)) == 5
+    assert len(steps_of(8, Phase(), replace(train, local_steps=None), 0, False)) == 4
+    assert len(steps_of(8, Phase(epochs=3), train, 0, False)) == 6  # a phase's own length comes first
+    assert len(steps_of(8, Phase(steps=1), train, 0, False)) == 1
+    assert steps_of(8, Phase(epochs=0), train, 0, False) == []
+    assert steps_of(8, Phase(), Train(local_epochs=0), 0, False) == []
 
 
 def test_a_client_without_samples_does_nothing() -> None:
     for phase in (Phase(), Phase(steps=3), Phase(trainable=frozenset())):
-        assert batches(0, phase, Train(), 0, True) == []
+        assert steps_of(0, phase, Train(), 0, True) == []
 
 
 def test_a_fold_sees_everything_once_in_order() -> None:
-    plan = batches(17, Phase(trainable=frozenset(), epochs=5, steps=2), Train(batch_size=8, last_batch="drop"), 3, True)
+    plan = steps_of(
+        17, Phase(trainable=frozenset(), epochs=5, steps=2), Train(batch_size=8, last_batch="drop"), 3, True
+    )
     assert torch.cat(plan).tolist() == list(range(17))
     assert sizes(plan) == [8, 8, 1]
 
 
 def test_the_plan_is_a_function_of_its_seed() -> None:
     def made(seed: int) -> list[list[int]]:
-        return [batch.tolist() for batch in batches(20, Phase(epochs=2), Train(batch_size=6), seed, False)]
+        return [batch.tolist() for batch in steps_of(20, Phase(epochs=2), Train(batch_size=6), seed, False)]
 
     assert made(1) == made(1)
     assert made(1) != made(2)

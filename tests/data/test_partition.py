@@ -115,7 +115,9 @@ def test_answers_are_pinned() -> None:
 
 
 def test_registry_names_and_descriptions() -> None:
-    assert set(PARTITIONS) == {"iid", "dirichlet", "brfl", "pathological", "by-domain", "by-user", "superclass"}
+    assert set(PARTITIONS) == {
+        "iid", "dirichlet", "dirichlet-new", "brfl", "pathological", "by-domain", "by-user", "superclass",
+    }  # fmt: skip
     for name, cls in PARTITIONS.items():
         assert cls.name == name
         assert cls.describe().endswith(".")
@@ -519,7 +521,7 @@ def test_pathological_needs_enough_images_and_enough_hands() -> None:
 
 @pytest.mark.parametrize(
     ("partition", "what", "key"),
-    [(ByDomain(), "domain", "client"), (ByUser(), "user", "client"), (Superclass(), "superclass", "superclass")],
+    [(ByDomain(), "domain", "client"), (ByUser(), "user", "client"), (Superclass(), "superclass", "super")],
 )
 def test_a_missing_column_is_named(partition: Partition, what: str, key: str) -> None:
     with pytest.raises(UserError, match=f"the partition {partition.name} needs the {what} of every image") as info:

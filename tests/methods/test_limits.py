@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from fedshift.bench.federation import State
 from fedshift.core.grad import gradient
-from fedshift.core.method import Method, Now, Phase, Train
+from fedshift.core.method import Batch, Method, Now, Phase, Train
 from fedshift.core.pairs import check_method
 from fedshift.core.registry import METHODS
-from fedshift.core.tree import Tensors, pick, weighted_mean
+from fedshift.core.tree import Tensors, Tree, pick, weighted_mean
 from fedshift.errors import UserError
 from fedshift.methods.centralised import Centralised
 from fedshift.methods.ditto import Ditto
@@ -95,6 +95,24 @@ def test_batches_are_the_clients_own_images_and_labels() -> None:
         assert torch.equal(batch["y"], task.labels[batch["index"]])
         first = float(state["now"]["samples"]) == 6
         assert all((i < 6) == first for i in batch["index"].tolist())
+
+
+def test_the_order_of_samples_is_each_clients_and_rounds_own_and_every_methods() -> None:
+    def orders(base: type[Method], clients: int) -> dict[tuple[int, int], list[int]]:
+        """(client, round) -> its samples in their order, counted from its first."""
+        watched, steps = watching(base)
+        run(federation(watched, make_task((12,) * clients))[0])
+        found: dict[tuple[int, int], list[int]] = {}
+        for state, batch, phase in steps:
+            ids = batch["index"].tolist()
+            key = (ids[0] // 12, int(state["now"]["round"]))
+            found.setdefault(key, []).extend(i % 12 for i in ids if phase.slot == "model")
+        return found
+
+    fedavg = orders(FedAvg, 3)
+    assert len({tuple(order) for order in fedavg.values()}) == 9
+    assert orders(FedProx, 3) == orders(Ditto, 3) == fedavg
+    assert orders(FedAvg, 2) == {key: order for key, order in fedavg.items() if key[0] < 2}
 
 
 def test_the_server_averages_by_size_or_uniformly() -> None:
@@ -376,6 +394,40 @@ def test_scaffolds_server_rate_scales_the_step_of_parameters_only() -> None:
     for name in PARAMETERS:
         assert torch.allclose(two[name] - start[name], 2 * (one[name] - start[name]), rtol=0, atol=1e-13)
     assert all(torch.equal(one[name], two[name]) for name in ENTRIES - PARAMETERS)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("steps", [1, 2, 9])
+def test_scaffolds_control_is_the_gradient_where_the_gradient_is_always_the_same(momentum: float, steps: int) -> None:
+    """Also with momentum, which goes further than the rate times the number of steps."""
+    slope = random_like(pick(AWKWARD.init(0), PARAMETERS), 4)
+
+    class Inclined(Scaffold):
+        def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
+            return torch.stack([(tensors[n] * leaf).sum() for n, leaf in slope.items()]).sum(), {}
+
+    train = replace(TRAIN, momentum=momentum, local_steps=steps, lr_decay=0.5)
+    fed, _ = federation(Inclined, SIZED, train)
+    state = fed.start()
+    for _ in range(3):
+        state, _ = fed.step(state)
+        for tree in (state.server["c"], *(mine["ci"] for mine in state.mines.values())):
+            assert far(tree, slope) < 1e-12
+
+
+def test_a_client_without_steps_keeps_scaffolds_control() -> None:
+    fed, _ = federation("scaffold", make_task((0, 9, 12)))
+    state = fed.start()
+    for _ in range(3):
+        state, report = fed.step(state)
+        assert report.left_out == ()
+        assert not any(bool(leaf.any()) for leaf in state.mines["a"]["ci"].values())
+    assert any(bool(leaf.any()) for leaf in state.mines["b"]["ci"].values())
+
+
+def test_scaffold_is_for_sgd() -> None:
+    with pytest.raises(UserError, match="defined for optimiser sgd, not adam"):
+        Scaffold(AWKWARD, Train(optimiser="adam"))
 
 
 def test_scaffold_corrects_before_it_clips() -> None:

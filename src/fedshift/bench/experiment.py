@@ -50,6 +50,7 @@ class DataSpec(Table):
     channels: Literal[1, 3] = 3
     mean: list[float] = Field(default_factory=lambda: [0.5])
     std: list[Annotated[float, Field(gt=0)]] = Field(default_factory=lambda: [0.5])
+    limit: Annotated[int, Field(ge=1)] | None = None  # a random subset of so many images
     seed: int | None = None  # of partition, split and shifts; default: the run's seed
     needs: str = ""  # for people: what this is and where to get it
 
@@ -136,6 +137,7 @@ class Experiment(Table):
     data: DataSpec = Field(default_factory=DataSpec)
     partition: PartitionSpec = Field(default_factory=PartitionSpec)
     split: dict[str, Any] = Field(default_factory=dict)
+    rotation: dict[str, Any] = Field(default_factory=dict)
     stream: list[StreamSpec] = Field(default_factory=lambda: [StreamSpec(name="original", kind="original")])
     model: ModelSpec | list[ModelSpec] = Field(default_factory=ModelSpec)  # several: client i has number i mod n
     train: dict[str, Any] = Field(default_factory=dict)

@@ -121,15 +121,23 @@ class Federation:
         return {c.name: self._method(c).deployed(downs[c.name], mines[c.name]) for c in self.task.clients}
 
     def after_local(self, state: State) -> dict[str, Tree]:
-        """Every client's model right after one more local round, as some papers score it."""
+        """Every client's model right after one more local round, as some papers score it.
+
+        Empty where clients do not train for themselves; one whose training fails serves what it received.
+        """
+        if self.training is not self.task:
+            return {}
         now = self.now(state)
         downs = {c.name: self.setup.method.broadcast(state.server, c.name, now) for c in self.task.clients}
         replies = self._train(state, self.task.clients, downs, now, final=False)
-        received = {
-            name: {slot: {**leaves, **reply.up.get(slot, {})} for slot, leaves in downs[name].items()}
-            for name, reply in replies.items()
-        }
-        return {c.name: self._method(c).deployed(received[c.name], replies[c.name].mine) for c in self.task.clients}
+        result: dict[str, Tree] = {}
+        for client in self.task.clients:
+            down, reply = downs[client.name], replies[client.name]
+            if reply.finite:
+                down = {slot: {**leaves, **reply.up.get(slot, {})} for slot, leaves in down.items()}
+            mine = reply.mine if reply.finite else self._mine(state, client, now)
+            result[client.name] = self._method(client).deployed(down, mine)
+        return result
 
     def newcomers(self, state: State) -> tuple[dict[str, Tree], int]:
         """Models of clients nobody has seen, and the bytes the others published for them; empty if nothing is offered."""
@@ -227,7 +235,10 @@ class Federation:
     def _moment(self, now: Now, samples: Tensor) -> Tensors:
         decay = now.decay(self.setup.train)
         values = {"round": now.round, "rounds": now.rounds, "clients": now.clients, "lr": self.setup.train.lr * decay}
-        return {**{name: torch.tensor(float(value)) for name, value in values.items()}, "samples": samples}
+        return {
+            **{name: torch.tensor(float(value), dtype=torch.float64) for name, value in values.items()},
+            "samples": samples,
+        }
 
     def _mean_loss(self, replies: Mapping[str, Reply]) -> float:
         sizes = {name: len(self.training.client(name).train) for name in replies}

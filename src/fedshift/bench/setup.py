@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from fedshift.bench.experiment import AdapterSpec, Experiment, MethodSpec, ModelSpec
+from fedshift.core import rng
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch
 from fedshift.core.method import Method, Train
 from fedshift.core.pairs import check_method, missing_for_pair
 from fedshift.core.registry import ADAPTERS, METHODS, MODELS, with_options
+from fedshift.data.concept import Rotation
 from fedshift.data.partition import PARTITIONS
 from fedshift.data.pool import Pool
 from fedshift.data.sources import load
@@ -59,8 +61,17 @@ def make_task(experiment: Experiment, seed: int, data: Pool | Task | None = None
         for stream in experiment.stream
     }
     splitting = with_options(Splitting, "[split]", experiment.split)
+    rotation = with_options(Rotation, "[rotation]", experiment.rotation)
+    data_seed = seed if spec.seed is None else spec.seed
     pool = data if data is not None else load(spec.source, spec.columns or None, spec.size, spec.channels, cache)
-    return build(pool, partition, splitting, streams, seed if spec.seed is None else spec.seed, cache)
+    if spec.limit is not None and spec.limit < len(pool):
+        pool = pool.take(rng.permutation(rng.seed_of(data_seed, "limit"), len(pool))[: spec.limit].sort().values)
+    shape = tuple(pool.images.shape[1:])
+
+    def another(source: str, columns: Mapping[str, str]) -> Pool:
+        return load(source, columns or None, int(shape[1]), int(shape[0]), cache)
+
+    return build(pool, partition, splitting, streams, data_seed, cache, rotation, another)
 
 
 def _found(table: Mapping[str, Any], noun: str, name: str) -> Any:

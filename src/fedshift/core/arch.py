@@ -21,7 +21,6 @@ from fedshift.errors import UserError
 
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
-RANDOM_LAYERS = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
 
 class Output(NamedTuple):
@@ -92,6 +91,9 @@ class Arch:
             head_module = module.get_submodule(head_name)
         except AttributeError:
             raise UserError(f"network {label!r} has no layer called {head_name!r}") from None
+        if not isinstance(head_module, nn.Linear):
+            kind = type(head_module).__name__
+            raise UserError(f"the head of network {label!r} must be nn.Linear, but {head_name!r} is {kind}")
         encoder = _without(module, head_name)
         shape = (int(input_shape[0]), int(input_shape[1]), int(input_shape[2]))
         logits = _check_split(module, encoder, head_module, shape, label, head_name)
@@ -108,7 +110,7 @@ class Arch:
             encoder=frozenset(names) - head_names,
             norm=_names_of(module, NORMS),
             has_batch_norm=any(isinstance(m, BATCH_NORMS) for m in module.modules()),
-            is_random=any(isinstance(m, RANDOM_LAYERS) and getattr(m, "p", 1.0) > 0 for m in module.modules()),
+            is_random=_is_random(encoder, shape),
             has_convolution=any(isinstance(m, nn.modules.conv._ConvNd) for m in module.modules()),
             mean=tuple(mean),
             std=tuple(std),
@@ -207,23 +209,45 @@ def _sharing_copy(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, {id(leaf): leaf for _, leaf in _entries(module)})
 
 
+def _probe(shape: tuple[int, int, int]) -> Tensor:
+    return torch.linspace(0, 1, 2 * shape[0] * shape[1] * shape[2]).reshape(2, *shape)
+
+
 def _check_split(
     module: nn.Module, encoder: nn.Module, head: nn.Module, shape: tuple[int, int, int], label: str, head_name: str
 ) -> Tensor:
     """Run once: the input must fit, and the head must really be the last operation."""
-    probe = torch.linspace(0, 1, 2 * shape[0] * shape[1] * shape[2]).reshape(2, *shape)
     modules = [_sharing_copy(m).eval() for m in (module, encoder, head)]
     with torch.no_grad():
         try:
-            whole = modules[0](probe)
-            features = modules[1](probe)
+            whole = modules[0](_probe(shape))
         except (RuntimeError, ValueError) as error:
             raise UserError(f"network {label!r} does not take images of shape {list(shape)} ({error})") from None
         whole = whole[0] if isinstance(whole, tuple) else whole
-        logits: Tensor = modules[2](features[0] if isinstance(features, tuple) else features)
+        try:
+            features = modules[1](_probe(shape))
+            logits: Tensor = modules[2](features[0] if isinstance(features, tuple) else features)
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            logits = torch.zeros(0)
     if logits.shape != whole.shape or not torch.allclose(logits, whole, atol=1e-5):
         raise UserError(
             f"layer {head_name!r} is not the last operation of network {label!r}; name the layer that gives the logits "
             "with head=..., and return logits, not probabilities"
         )
     return logits
+
+
+def _is_random(encoder: nn.Module, shape: tuple[int, int, int]) -> bool:
+    """Whether training draws random numbers inside the network (dropout, as a layer or a function)."""
+    training = _sharing_copy(encoder).train()
+    results = []
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for seed in (1, 2, 3):
+            torch.manual_seed(seed)
+            own = {name: leaf.clone() for name, leaf in training.named_buffers()}
+            try:
+                result = functional_call(training, own, (2 * _probe(shape) - 1,))  # both signs
+            except (RuntimeError, ValueError):  # two samples are too few for some BatchNorm; training will say so
+                return False
+            results.append(result[0] if isinstance(result, tuple) else result)
+    return any(not torch.equal(results[0], other) for other in results[1:])

@@ -170,7 +170,8 @@ class Method:
 
     def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
         """Private memory of a client that starts now; ``model`` is the run's common initialisation."""
-        private = pick(model, self.private(now))
+        # a stranger has no trained private part, and an untrained one would be worse than none
+        private = pick(model, self.private(now)) if facts.number >= 0 else {}
         return {"model": private} if private else {}
 
     def client_init(self, down: Tree, mine: Tree) -> Tree:
@@ -261,7 +262,10 @@ class Method:
         gifts = [tree["model"] for tree in published.values() if tree.get("model")]
         if not gifts:
             return server
-        return {**server, "newcomer": weighted_mean(gifts, torch.full((len(gifts),), 1 / len(gifts)))}
+        return {
+            **server,
+            "newcomer": weighted_mean(gifts, torch.full((len(gifts),), 1 / len(gifts), dtype=torch.float64)),
+        }
 
     # ---- hand-over to the second axis -------------------------------------------------------------------------------
     def deployed(self, down: Tree, mine: Tree) -> Tree:

@@ -101,16 +101,16 @@ class Adam:
     def memory(self, tensors: Tensors) -> Tensors:
         """Zero moments and a step counter."""
         memory = {f"{kind}/{name}": torch.zeros_like(leaf) for kind in ("m", "v") for name, leaf in tensors.items()}
-        first = next(iter(tensors.values()), torch.zeros(()))
-        return {**memory, "t": torch.zeros((), dtype=first.dtype, device=first.device)}
+        first = next(iter(tensors.values()))
+        return {**memory, _counter(tensors): torch.zeros((), dtype=first.dtype, device=first.device)}
 
     def update(
         self, tensors: Tensors, grads: Tensors, memory: Tensors, scale: Tensor | float
     ) -> tuple[Tensors, Tensors]:
         """One bias-corrected step."""
-        count = memory["t"] + 1
+        count = memory[_counter(tensors)] + 1
         moved: Tensors = {}
-        kept: Tensors = {"t": count}
+        kept: Tensors = {_counter(tensors): count}
         for name, leaf in tensors.items():
             grad = grads[name]
             if self.weight_decay:
@@ -122,6 +122,11 @@ class Adam:
             v_hat = v / (1 - self.beta2**count)
             moved[name] = leaf - m_hat / (v_hat.sqrt() + self.eps) * (self.lr * scale)
         return moved, kept
+
+
+def _counter(tensors: Tensors) -> str:
+    """The step counter's name: a phase may have several groups with Adam, and each counts for itself."""
+    return f"t/{next(iter(tensors))}"
 
 
 def clip_by_norm(grads: Tensors, limit: float) -> Tensors:

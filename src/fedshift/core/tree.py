@@ -161,18 +161,18 @@ def float_bytes(tree: Tree) -> int:
 def write(path: Path, trees: Mapping[str, Tree], facts: Mapping[str, object] | None = None) -> None:
     """Write several named trees and some JSON facts to one safetensors file.
 
-    The keys are ``owner/slot/name`` with the owner as a number into the header's list; slots are listed there too, so
-    that empty slots and empty trees survive.
+    The keys are ``owner/slot/name`` with owner and slot as numbers into the header's lists, so that any name will do and
+    empty slots and empty trees survive.
     """
     tensors: Tensors = {}
     storages: set[int] = set()
     for i, tree in enumerate(trees.values()):
-        for slot, leaves in tree.items():
+        for j, leaves in enumerate(tree.values()):
             for name, leaf in leaves.items():
                 plain = leaf.detach().cpu().contiguous()
                 # a file holds no two tensors of one memory, nor a part of a larger one
                 shared = plain.untyped_storage().nbytes() != plain.nbytes or plain.data_ptr() in storages
-                tensors[f"{i}/{slot}/{name}"] = plain.clone() if shared else plain
+                tensors[f"{i}/{j}/{name}"] = plain.clone() if shared else plain
                 storages.add(plain.data_ptr())
     owners = [[owner, list(tree)] for owner, tree in trees.items()]
     header = {"fedshift": json.dumps({"owners": owners, "facts": dict(facts or {})})}
@@ -206,14 +206,17 @@ def load(path: Path) -> tuple[dict[str, Tree], dict[str, object]]:
             trees: list[Tree] = [{slot: {} for slot in slots} for _, slots in header["owners"]]
             for key in file.keys():  # noqa: SIM118 (not a dict)
                 owner, slot, name = key.split("/", 2)
-                trees[int(owner)][slot][name] = file.get_tensor(key).clone()  # aligned memory: same bits as before
+                trees[int(owner)][header["owners"][int(owner)][1][int(slot)]][name] = file.get_tensor(
+                    key
+                ).clone()  # aligned memory: same bits as before
+            return {owner: tree for (owner, _), tree in zip(header["owners"], trees, strict=True)}, dict(
+                header["facts"]
+            )
     except FileNotFoundError:
         raise UserError(f"there is no file {path}") from None
-    except (OSError, KeyError, ValueError, RuntimeError) as error:
+    except (OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{path} is not a fedshift state file or is damaged ({error})") from None
     except Exception as error:  # safetensors raises its own type, which it does not export everywhere
         if type(error).__name__ != "SafetensorError":
             raise
         raise UserError(f"{path} is not a fedshift state file or is damaged ({error})") from None
-    names = [owner for owner, _ in header["owners"]]
-    return dict(zip(names, trees, strict=True)), header["facts"]

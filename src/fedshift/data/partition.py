@@ -56,7 +56,7 @@ def register(name: str) -> Callable[[type[P]], type[P]]:
     """Class decorator: make a partition known as ``name`` (kebab-case) in ``PARTITIONS``.
 
     >>> sorted(PARTITIONS)
-    ['brfl', 'by-domain', 'by-user', 'dirichlet', 'iid', 'pathological', 'superclass']
+    ['brfl', 'by-domain', 'by-user', 'dirichlet', 'dirichlet-new', 'iid', 'pathological', 'superclass']
     """
 
     def add(cls: type[P]) -> type[P]:
@@ -251,6 +251,50 @@ class Dirichlet(LabelPartition):
             f"in {self.retries} draws of Dirichlet({self.alpha}) for {self.clients} clients the smallest client got at "
             f"most {best} images, but min-size is {self.min_size}: raise alpha or retries, or lower clients or min-size"
         )
+
+
+@register("dirichlet-new")
+@dataclass(frozen=True)
+class DirichletNew(Partition):
+    """The file's training images go to clients by Dirichlet(alpha), its test images to new clients by Dirichlet(new-alpha).
+
+    The distribution shift of FedTTA: clients are called client-0 ..., new ones new-0 ...; make those unseen with
+    ``[split] unseen = ["new-*"]``. New clients that got nothing are left out.
+
+    >>> splits = torch.tensor([0] * 40 + [2] * 40)
+    >>> pool = Pool(torch.zeros(80, 1, 1, 1, dtype=torch.uint8), torch.arange(80) % 2, ("a", "b"), splits=splits)
+    >>> list(DirichletNew(clients=2, alpha=100, new_clients=2, new_alpha=100).assign(pool, seed=0))
+    ['client-0', 'client-1', 'new-0', 'new-1']
+    """
+
+    clients: int
+    alpha: float
+    new_clients: int
+    new_alpha: float
+    min_size: int = 10
+    retries: int = 100
+
+    def __post_init__(self) -> None:
+        """Both draws check their own options."""
+        self._draws()
+
+    def _draws(self) -> tuple[tuple[str, int, Dirichlet], ...]:
+        seen = Dirichlet(self.clients, self.alpha, self.min_size, self.retries)
+        return (("client", 0, seen), ("new", 2, Dirichlet(self.new_clients, self.new_alpha, min_size=0)))
+
+    def assign(self, pool: Pool, seed: int) -> dict[str, Tensor]:
+        """Two partitions of two parts of the pool."""
+        if pool.splits is None:
+            raise UserError(
+                f"the partition {self.name} needs the file's own train and test split: say which column holds it with "
+                'columns = { split = "..." }'
+            )
+        owned: dict[str, Tensor] = {}
+        for stem, code, draw in self._draws():
+            rows = (pool.splits == code).nonzero().flatten()
+            parts = draw.cut(pool.labels[rows], seed_of(seed, self.name, stem))
+            owned |= _numbered(stem, [rows[part] for part in parts])
+        return owned
 
 
 @register("brfl")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -54,6 +54,17 @@ class Pool:
     def __len__(self) -> int:
         return len(self.images)
 
+    def take(self, index: Tensor) -> Pool:
+        """Only these images.
+
+        >>> x = torch.zeros(3, 1, 2, 2, dtype=torch.uint8)
+        >>> len(Pool(x, torch.zeros(3, dtype=torch.int64), ("a",)).take(torch.tensor([0, 2])))
+        2
+        """
+        columns = ("images", "labels", "domains", "users", "supers", "groups", "splits")
+        chosen = {name: column[index] for name in columns if (column := getattr(self, name)) is not None}
+        return replace(self, **chosen, provenance={**self.provenance, "taken": len(index)})
+
     def content(self) -> Tensor:
         """A 63-bit fingerprint of every image's pixels: the sample's id, whatever else is in the pool.
 
@@ -77,10 +88,13 @@ class Pool:
         >>> a == c, a == b
         (True, False)
         """
-        same = np.unique(content.numpy(), return_inverse=True)[1].reshape(-1)
         if self.groups is None:
-            return torch.from_numpy(same.astype(np.int64))
-        return _joined(same, self.groups.numpy())
+            return content
+        same = np.unique(content.numpy(), return_inverse=True)[1].reshape(-1)
+        parts = _joined(same, self.groups.numpy())
+        # named by the smallest fingerprint of its members: the id of a group does not change when other images come in
+        smallest = torch.full((int(parts.max()) + 1,), torch.iinfo(torch.int64).max)
+        return smallest.scatter_reduce(0, parts, content, "amin")[parts]
 
 
 def _joined(a: np.ndarray, b: np.ndarray) -> Tensor:

@@ -10,6 +10,7 @@ import difflib
 import math
 import numbers
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 
 import numpy as np
 import torch
@@ -187,6 +188,8 @@ def _ids(groups: Tensor, rows: Sequence[Tensor]) -> Tensor:
 def choose_unseen(names: Sequence[str], unseen: float | Sequence[str], seed: int) -> tuple[str, ...]:
     """The clients that take no part in training, in the order of ``names``: a fraction of them at random, or by name.
 
+    A name may be a pattern such as ``new-*``.
+
     A fraction is rounded half up, to at least one client when it is positive and never to all. Who is chosen depends on
     the names alone, not on their order.
 
@@ -198,7 +201,9 @@ def choose_unseen(names: Sequence[str], unseen: float | Sequence[str], seed: int
     if isinstance(unseen, int | float):
         chosen = _drawn(names, unseen, seed)
     else:
-        chosen = {unseen} if isinstance(unseen, str) else set(unseen)  # one name alone is also a sequence of letters
+        wanted = {unseen} if isinstance(unseen, str) else set(unseen)  # one name alone is also a sequence of letters
+        patterns = {name for name in wanted if "*" in name and name not in names}
+        chosen = wanted - patterns | {name for name in names for pattern in patterns if fnmatchcase(name, pattern)}
         _known(names, chosen)
         if chosen and chosen >= set(names):
             raise UserError(f"all {len(names)} clients are unseen: leave at least one to train on")

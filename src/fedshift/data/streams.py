@@ -1,9 +1,10 @@
-"""Test streams: the same test data under different shifts, made once and stored, the same bytes for every method."""
+"""Test streams: the same clients under different shifts, made once and stored, the same bytes for every method."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, TypeVar
 
 import torch
@@ -14,14 +15,18 @@ from fedshift.data import corruptions
 from fedshift.data.pool import Pool
 from fedshift.errors import UserError
 
+Order = Literal["shuffled", "stored", "by-class"]
+Reset = Literal["stream", "never", "chunk"]
+
 
 @dataclass(frozen=True)
 class Setting:
     """How a stream is shown to an adapter; printed with every result, because it changes what a number means."""
 
-    order: Literal["shuffled", "stored", "by-class"] = "shuffled"
-    reset: Literal["stream"] = "stream"  # an adapter's state is reset at the start of every stream
+    order: Order = "shuffled"
+    reset: Reset = "stream"
     passes: int = 1
+    chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,38 +43,76 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class StreamKind:
-    """A shift. Subclasses say how its images come from the clients' test images."""
+class Scene:
+    """What a stream can be made from."""
 
-    order: Literal["shuffled", "stored", "by-class"] = "shuffled"
+    pool: Pool
+    content: Tensor  # ids of the pool's images
+    tests: Mapping[str, Tensor]  # client -> its test images
+    unseen: frozenset[str]  # clients of ``tests`` that do not train
+    made: Mapping[str, Stream]  # streams before this one
+    load: Callable[[str, Mapping[str, str]], Pool]  # another source in the same image size
+    seed: int
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Images to show: a set, and every client's positions in it."""
+
+    images: Tensor
+    labels: Tensor
+    ids: Tensor
+    index: Mapping[str, Tensor]
+    own: bool  # whether the images differ from the task's and must be stored
+
+
+@dataclass(frozen=True)
+class StreamKind:
+    """A shift. Subclasses say which images a client is shown; order and amount are everybody's options."""
+
+    order: Order = "shuffled"
+    reset: Reset = (
+        "stream"  # adapter state: anew for every stream, carried on from the stream before, or anew for every chunk
+    )
+    passes: int = 1  # the stream is shown so often; the last pass is scored
+    chunk: int = 0  # samples that arrive together; 0: as many as the adapter likes
+    fraction: float = 1.0  # of each client's samples that is kept
 
     kind: ClassVar[str] = ""
 
-    def images(self, images: Tensor, ids: Tensor, seed: int) -> Tensor | None:
-        """The shifted versions of these images, or None if they stay what they are."""
-        raise UserError(f"stream kind {type(self).__name__} does not say what its images are")
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        if self.passes < 1 or self.chunk < 0:
+            raise UserError(f"stream {self.kind}: passes must be at least 1 and chunk not negative")
+        if not 0 < self.fraction <= 1:
+            raise UserError(f"stream {self.kind}: fraction must lie in (0, 1], not {self.fraction}")
 
-    def make(self, name: str, pool: Pool, content: Tensor, tests: Mapping[str, Tensor], seed: int) -> Stream:
-        """The stream of all clients; ``tests`` are their test indices into the pool."""
-        used = torch.cat(list(tests.values())).unique() if tests else torch.zeros(0, dtype=torch.int64)
-        shifted = self.images(pool.images[used], content[used], rng.seed_of(seed, "stream", self.kind))
-        place = torch.full((len(pool),), -1, dtype=torch.int64)
-        place[used] = torch.arange(len(used))
-        index = {client: self._arrival(positions, pool, content, seed) for client, positions in tests.items()}
-        if shifted is None:
-            return Stream(name, self.kind, Setting(self.order), None, pool.labels, content, index)
-        own = {client: place[positions] for client, positions in index.items()}
-        return Stream(name, self.kind, Setting(self.order), shifted, pool.labels[used], content[used], own)
+    def fingerprint(self, load: Callable[[str, Mapping[str, str]], Pool]) -> str:
+        """What else decides this stream's bytes: the content of another source, if it uses one."""
+        return ""
 
-    def _arrival(self, positions: Tensor, pool: Pool, content: Tensor, seed: int) -> Tensor:
+    def shown(self, scene: Scene) -> Shown:
+        """Which images every client is shown."""
+        raise UserError(f"stream kind {type(self).__name__} does not say what it shows")
+
+    def make(self, name: str, scene: Scene) -> Stream:
+        """The stream of all clients."""
+        shown = self.shown(scene)
+        index = {client: self._arrival(positions, shown, scene.seed) for client, positions in shown.index.items()}
+        setting = Setting(self.order, self.reset, self.passes, self.chunk)
+        images = shown.images if shown.own else None
+        return Stream(name, self.kind, setting, images, shown.labels, shown.ids, index)
+
+    def _arrival(self, positions: Tensor, shown: Shown, seed: int) -> Tensor:
         """The order of arrival: a function of each client's own samples, so other clients cannot change it."""
-        if self.order == "stored":
+        if self.order == "stored" and self.fraction == 1:
             return positions
-        keys = rng.bits(rng.seed_of(seed, "order"), content[positions])
+        keys = rng.bits(rng.seed_of(seed, "order"), shown.ids[positions])
         shuffled = positions[keys.argsort(stable=True)]
-        if self.order == "by-class":
-            return shuffled[pool.labels[shuffled].argsort(stable=True)]
-        return shuffled
+        kept = shuffled[: max(1, round(self.fraction * len(shuffled)))]
+        if self.order == "stored":
+            return positions[torch.isin(positions, kept)]
+        return kept[shown.labels[kept].argsort(stable=True)] if self.order == "by-class" else kept
 
 
 S = TypeVar("S", bound=type[StreamKind])
@@ -87,32 +130,194 @@ def stream_kind(name: str) -> Callable[[S], S]:
     return add
 
 
+def _own_tests(scene: Scene) -> Shown:
+    return Shown(scene.pool.images, scene.pool.labels, scene.content, scene.tests, own=False)
+
+
+def _of(scene: Scene, name: str, kind: str) -> Shown:
+    """What an earlier stream shows; without a name the clients' own test images."""
+    if not name:
+        return _own_tests(scene)
+    if name not in scene.made:
+        before = ", ".join(scene.made) or "none"
+        raise UserError(
+            f"stream {kind} is made of stream {name!r}, which must come before it; before it there are: {before}"
+        )
+    base = scene.made[name]
+    images = scene.pool.images if base.images is None else base.images
+    return Shown(images, base.labels, base.ids, base.index, own=base.images is not None)
+
+
 @stream_kind("original")
 @dataclass(frozen=True)
 class Original(StreamKind):
     """The client's own test images, unchanged."""
 
-    def images(self, images: Tensor, ids: Tensor, seed: int) -> Tensor | None:
+    def shown(self, scene: Scene) -> Shown:
         """Nothing changes."""
-        return None
+        return _own_tests(scene)
 
 
 @stream_kind("corrupted")
 @dataclass(frozen=True)
 class Corrupted(StreamKind):
-    """One common corruption per image, drawn from ``names`` by the image's own id, at one severity."""
+    """One common corruption per image, drawn from ``names`` by the image's own id, at one severity.
+
+    ``of`` names an earlier stream to corrupt instead of the clients' own test images. ``gradual`` lets the severity rise
+    from 1 to ``severity`` along the stream.
+    """
 
     severity: int = 5
     names: tuple[str, ...] = corruptions.NAMES
+    of: str = ""
+    gradual: bool = False
 
     def __post_init__(self) -> None:
         """Refuse severities and names that do not exist."""
+        super().__post_init__()
         if not 1 <= self.severity <= 5:
             raise UserError(f"severity must be 1 to 5, not {self.severity}")
         for name in self.names:
             if name not in corruptions.NAMES:
                 raise UserError(f"there is no corruption {name!r}; there are: {', '.join(corruptions.NAMES)}")
 
-    def images(self, images: Tensor, ids: Tensor, seed: int) -> Tensor | None:
-        """Corrupt every image once."""
-        return corruptions.corrupt_mixed(images, self.severity, seed, ids, self.names)
+    def shown(self, scene: Scene) -> Shown:
+        """Corrupt every image once, whoever is shown it; or each client's copy at its own severity."""
+        base = _of(scene, self.of, self.kind)
+        seed = rng.seed_of(scene.seed, "stream", self.kind)
+        if self.gradual:
+            return self._gradual(base, seed, scene.seed)
+        used = _union(base.index.values())
+        images = corruptions.corrupt_mixed(base.images[used], self.severity, seed, base.ids[used], self.names)
+        place = torch.full((len(base.images),), -1, dtype=torch.int64)
+        place[used] = torch.arange(len(used))
+        index = {client: place[positions] for client, positions in base.index.items()}
+        return Shown(images, base.labels[used], base.ids[used], index, own=True)
+
+    def _gradual(self, base: Shown, seed: int, order_seed: int) -> Shown:
+        arrivals = {client: self._arrival(positions, base, order_seed) for client, positions in base.index.items()}
+        parts, index, start = [], {}, 0
+        for client, positions in arrivals.items():
+            steps = torch.arange(len(positions)) * self.severity // max(len(positions), 1) + 1
+            own = torch.empty_like(base.images[positions])
+            for severity in steps.unique().tolist():
+                here = steps == severity
+                chosen = positions[here]
+                own[here] = corruptions.corrupt_mixed(base.images[chosen], severity, seed, base.ids[chosen], self.names)
+            parts.append((own, base.labels[positions], base.ids[positions]))
+            index[client] = torch.arange(start, start + len(positions))
+            start += len(positions)
+        images, labels, ids = (torch.cat([part[i] for part in parts]) for i in range(3))
+        return Shown(images, labels, ids, index, own=True)
+
+
+@stream_kind("out-of-client")
+@dataclass(frozen=True)
+class OutOfClient(StreamKind):
+    """As many test images as the client has, drawn without replacement from the other training clients' test images."""
+
+    def shown(self, scene: Scene) -> Shown:
+        """A draw of its own for every client; unseen clients draw from all training clients."""
+        seen = {name: index for name, index in scene.tests.items() if name not in scene.unseen}
+        index = {}
+        for client, own in scene.tests.items():
+            others = [positions for name, positions in seen.items() if name != client]
+            if not others:
+                raise UserError(f"stream {self.kind} needs at least two clients")
+            pool = torch.cat(others)
+            keys = rng.bits(rng.seed_of(scene.seed, self.kind, client), scene.content[pool])
+            index[client] = pool[keys.argsort(stable=True)[: len(own)]]
+        return Shown(scene.pool.images, scene.pool.labels, scene.content, index, own=False)
+
+
+@stream_kind("natural")
+@dataclass(frozen=True)
+class Natural(StreamKind):
+    """Images of another source with the same classes, shared out in proportion to the clients' own test labels.
+
+    Client k gets ``floor(h_kc n_c / sum_j h_jc)`` images of class c (``h`` its test histogram, ``n_c`` the source's), in
+    the source's order and without overlap; what the rounding leaves over is dropped (BRFL, section 8.1).
+    """
+
+    source: str = ""
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+    def fingerprint(self, load: Callable[[str, Mapping[str, str]], Pool]) -> str:
+        """A digest of the other source's pixels and labels."""
+        if not self.source:
+            return ""
+        other = load(self.source, self.columns)
+        return hashlib.blake2b(other.content().numpy().tobytes() + other.labels.numpy().tobytes()).hexdigest()[:32]
+
+    def shown(self, scene: Scene) -> Shown:
+        """Class by class, client after client."""
+        if not self.source:
+            raise UserError(f'stream {self.kind} needs a source, for instance source = "parquet:cifar10.1.parquet"')
+        other = scene.load(self.source, self.columns)
+        if other.classes != scene.pool.classes:
+            raise UserError(
+                f"stream {self.kind}: the classes of {self.source} ({', '.join(other.classes[:3])}, ...) are not those of "
+                f"the task ({', '.join(scene.pool.classes[:3])}, ...)"
+            )
+        classes = len(other.classes)
+        hists = torch.stack([torch.bincount(scene.pool.labels[t], minlength=classes) for t in scene.tests.values()])
+        chosen: dict[str, list[Tensor]] = {client: [] for client in scene.tests}
+        for c in range(classes):
+            members = (other.labels == c).nonzero().flatten()
+            total = int(hists[:, c].sum())
+            counts = hists[:, c] * len(members) // total if total else torch.zeros(len(hists), dtype=torch.int64)
+            for client, part in zip(
+                chosen, members.split([*counts.tolist(), len(members) - int(counts.sum())]), strict=False
+            ):
+                chosen[client].append(part)
+        index = {client: torch.cat(parts) for client, parts in chosen.items()}
+        return Shown(other.images, other.labels, other.content(), index, own=True)
+
+
+@stream_kind("mixture")
+@dataclass(frozen=True)
+class Mixture(StreamKind):
+    """Equal parts of earlier streams, shuffled together: as many of each as the smallest has (BRFL's fifth test set)."""
+
+    of: tuple[str, ...] = ()
+
+    def shown(self, scene: Scene) -> Shown:
+        """Copies, because the parts live in different places."""
+        if len(self.of) < 2:
+            raise UserError(
+                f'stream {self.kind} needs at least two earlier streams, for instance of = ["original", "corrupted"]'
+            )
+        parts = [_of(scene, name, self.kind) for name in self.of]
+        images, labels, ids, index, start = [], [], [], {}, 0
+        for client in scene.tests:
+            size = min(len(part.index[client]) for part in parts)
+            for name, part in zip(self.of, parts, strict=True):
+                own = part.index[client]
+                keys = rng.bits(rng.seed_of(scene.seed, self.kind, name), part.ids[own])
+                taken = own[keys.argsort(stable=True)[:size]]
+                images.append(part.images[taken])
+                labels.append(part.labels[taken])
+                # the same picture may come in twice, clean and corrupted: two samples, two ids
+                ids.append(part.ids[taken] ^ (rng.seed_of("part of a mixture", name) >> 1))
+            index[client] = torch.arange(start, start + size * len(parts))
+            start += size * len(parts)
+        return Shown(torch.cat(images), torch.cat(labels), torch.cat(ids), index, own=True)
+
+
+@stream_kind("left-out")
+@dataclass(frozen=True)
+class LeftOut(StreamKind):
+    """Every client is shown the unseen clients' images: leave-one-domain-out as FedICON scores it."""
+
+    def shown(self, scene: Scene) -> Shown:
+        """One and the same set for everybody."""
+        if not scene.unseen:
+            raise UserError(f'stream {self.kind} needs unseen clients; name the domain with [split] unseen = ["..."]')
+        everything = _union([index for name, index in scene.tests.items() if name in scene.unseen])
+        index = dict.fromkeys(scene.tests, everything)
+        return Shown(scene.pool.images, scene.pool.labels, scene.content, index, own=False)
+
+
+def _union(parts: Iterable[Tensor]) -> Tensor:
+    joined: Tensor = torch.cat(list(parts)).unique()
+    return joined

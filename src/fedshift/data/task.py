@@ -10,7 +10,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,10 +22,11 @@ import torch
 from torch import Tensor
 
 from fedshift.core import rng
+from fedshift.data.concept import Rotation
 from fedshift.data.partition import Partition
 from fedshift.data.pool import Pool
 from fedshift.data.split import choose_unseen, purge, split, split_by_file
-from fedshift.data.streams import Setting, Stream, StreamKind
+from fedshift.data.streams import Scene, Setting, Stream, StreamKind
 from fedshift.errors import UserError
 
 PARTS = ("train", "val", "test")
@@ -91,6 +93,10 @@ class Task:
             raise UserError("this method needs a public set of unlabelled images; add [split] public = 0.1")
         return Samples(self.images, self.labels, self.ids, index)
 
+    def setting(self, part: str) -> Setting:
+        """How a stream is shown; splits are shown as they are stored."""
+        return self.streams[part].setting if part in self.streams else Setting("stored")
+
     def histogram(self, client: Client) -> Tensor:
         """How many training samples of each class a client has."""
         return torch.bincount(self.labels[client.train], minlength=len(self.classes)).cpu()
@@ -110,6 +116,7 @@ class Splitting:
     test: float = 0.2
     from_file: bool = False  # use the file's own train/test split; ``val`` is then a share of its training part
     train_fraction: float = 1.0  # keep this share of every client's training data (small-data studies)
+    train_limit: int = 0  # keep at most so many of every client's training images; 0: all
     unseen: float | tuple[str, ...] = 0.0
     public: float = 0.0  # share of the images set apart, unlabelled, for everybody
 
@@ -121,6 +128,8 @@ class Splitting:
                 raise UserError(f"[split] {name.replace('_', '-')} must lie in 0..1, not {value}")
         if not self.from_file and abs(self.train + self.val + self.test - 1) > 1e-6:
             raise UserError(f"[split] train + val + test must be 1, not {self.train + self.val + self.test:g}")
+        if self.train_limit < 0:
+            raise UserError(f"[split] train-limit must not be negative, not {self.train_limit}")
         if self.train_fraction == 0 or (not self.from_file and self.train == 0):
             raise UserError("[split] train and train-fraction must be positive")
         if not self.from_file and self.test == 0 and not self.unseen:
@@ -134,10 +143,13 @@ def build(
     streams: Mapping[str, StreamKind] | None = None,
     seed: int = 0,
     cache: Path | None = None,
+    rotation: Rotation | None = None,
+    load: Callable[[str, Mapping[str, str]], Pool] | None = None,
 ) -> Task:
     """Make a task: who owns what, who is unseen, what is trained and tested on, under which shifts.
 
-    With ``cache`` the result is kept in that folder and found there the next time.
+    With ``cache`` the result is kept in that folder and found there the next time. ``load`` gets other sources for
+    streams of natural shift.
 
     >>> from fedshift.data.partition import Iid
     >>> x = torch.arange(160, dtype=torch.uint8).reshape(40, 1, 2, 2)
@@ -146,7 +158,7 @@ def build(
     >>> [len(client.train) for client in task.clients]
     [6, 6, 6, 6]
     """
-    splitting = splitting or Splitting()
+    splitting, rotation, another = splitting or Splitting(), rotation or Rotation(), load or _no_other_source
     streams = dict(streams or {})
     content = pool.content()
     settings = {
@@ -155,21 +167,28 @@ def build(
         "names": [pool.classes, pool.domain_names, pool.user_names, pool.super_names],
         "partition": [type(partition).__name__, asdict(partition)],
         "split": asdict(splitting),
-        "streams": {name: [kind.kind, asdict(kind)] for name, kind in streams.items()},
+        "shape": list(pool.images.shape),
+        "streams": [[name, kind.kind, asdict(kind)] for name, kind in streams.items()],
+        "others": {name: kind.fingerprint(another) for name, kind in streams.items()},
+        "rotation": asdict(rotation) if rotation else {},
         "seed": seed,
     }
     key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:20]
     folder = None if cache is None else cache / "tasks" / key
     if folder is not None:
-        found = _load(folder, pool, content)
+        found = _load(folder, pool, content, rotation)
         if found is not None:
             return found
-    task = _make(pool, content, partition, splitting, streams, seed)
+    task = _make(pool, content, partition, splitting, streams, seed, rotation, another)
     described = {**task.provenance, "settings": settings, "source": dict(pool.provenance)}
     task = replace(task, provenance=described, hash=_hash(task))
     if folder is not None:
         _save(folder, task)
     return task
+
+
+def _no_other_source(source: str, _columns: Mapping[str, str]) -> Pool:
+    raise UserError(f"a stream wants the source {source!r}, but this task was built without a way to load one")
 
 
 def _columns(pool: Pool) -> list[Tensor]:
@@ -184,6 +203,8 @@ def _make(
     splitting: Splitting,
     streams: Mapping[str, StreamKind],
     seed: int,
+    rotation: Rotation,
+    load: Callable[[str, Mapping[str, str]], Pool],
 ) -> Task:
     groups = pool.together(content)
     public = _public(groups, splitting.public, seed)
@@ -195,7 +216,7 @@ def _make(
     seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     for name in owned:
         if name not in unseen:
-            seen[name] = _split_client(pool, owned[name], groups, splitting, rng.seed_of(seed, "split", name), name)
+            seen[name] = _split_client(pool, owned[name], groups, splitting, rng.seed_of(seed, "split", name))
     seen, removed = purge(seen, groups, [owned[name] for name in unseen])
     nothing = torch.zeros(0, dtype=torch.int64)
     clients = tuple(Client(name, *parts) for name, parts in seen.items())
@@ -206,8 +227,12 @@ def _make(
             raise UserError(f"client {client.name!r} has no training images left; use fewer or larger clients")
         if len(client.test) == 0 and (tested or client.name not in seen):
             raise UserError(f"client {client.name!r} has no test images left; use fewer or larger clients")
+    angles = rotation.angles([client.name for client in clients], [client.name for client in strangers])
+    pool = rotation.apply(pool, owned, angles) if rotation else pool
     tests = {client.name: client.test for client in (*clients, *strangers)}
-    made = {name: kind.make(name, pool, content, tests, seed) for name, kind in streams.items()}
+    made: dict[str, Stream] = {}
+    for name, kind in streams.items():
+        made[name] = kind.make(name, Scene(pool, content, tests, frozenset(unseen), dict(made), load, seed))
     counts = {"images": len(pool), "clients": len(clients), "unseen": len(strangers), "duplicates-removed": removed}
     return Task(
         images=pool.images,
@@ -218,7 +243,7 @@ def _make(
         unseen=strangers,
         streams=made,
         public=public if len(public) else None,
-        provenance={"counts": counts},
+        provenance={"counts": counts, **({"angles": angles} if rotation else {})},
     )
 
 
@@ -232,7 +257,7 @@ def _public(groups: Tensor, fraction: float, seed: int) -> Tensor:
 
 
 def _split_client(
-    pool: Pool, indices: Tensor, groups: Tensor, splitting: Splitting, seed: int, name: str
+    pool: Pool, indices: Tensor, groups: Tensor, splitting: Splitting, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     if splitting.from_file:
         if pool.splits is None:
@@ -242,8 +267,9 @@ def _split_client(
         train, val, test = split_by_file(indices, groups, pool.splits, splitting.val, seed)
     else:
         train, val, test = split(indices, groups, (splitting.train, splitting.val, splitting.test), seed)
-    if splitting.train_fraction < 1:
-        keep = max(1, round(splitting.train_fraction * len(train)))
+    keep = max(1, round(splitting.train_fraction * len(train)))
+    keep = min(keep, splitting.train_limit or keep)
+    if keep < len(train):
         train = train[rng.permutation(rng.seed_of(seed, "fraction"), len(train))[:keep]].sort().values
     return train, val, test
 
@@ -308,7 +334,7 @@ def _save(folder: Path, task: Task) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _load(folder: Path, pool: Pool, content: Tensor) -> Task | None:
+def _load(folder: Path, pool: Pool, content: Tensor, rotation: Rotation) -> Task | None:
     """The cached task, or None if it is not there or damaged (then it is made again)."""
     try:
         facts = json.loads((folder / "task.json").read_text())
@@ -321,11 +347,14 @@ def _load(folder: Path, pool: Pool, content: Tensor) -> Task | None:
         names: Sequence[str] = [*facts["clients"], *facts["unseen"]]
         parts = _unflat("clients", arrays)
         clients = [Client(name, *parts[3 * i : 3 * i + 3]) for i, name in enumerate(names)]
-    except (OSError, ValueError, KeyError):
+    except (OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, zipfile.BadZipFile):
         shutil.rmtree(folder, ignore_errors=True)
         return None
     count = len(facts["clients"])
-    return Task(
+    if rotation:
+        whole = {client.name: torch.cat([client.train, client.val, client.test]) for client in clients}
+        pool = rotation.apply(pool, whole, facts["provenance"]["angles"])
+    task = Task(
         images=pool.images,
         labels=pool.labels,
         ids=content,
@@ -337,6 +366,10 @@ def _load(folder: Path, pool: Pool, content: Tensor) -> Task | None:
         provenance=facts["provenance"],
         hash=facts["hash"],
     )
+    if _hash(task) == task.hash:
+        return task
+    shutil.rmtree(folder, ignore_errors=True)
+    return None
 
 
 def _load_stream(

@@ -73,7 +73,9 @@ class Graphs:
             try:
                 return compiled(state, batch)
             except torch._dynamo.exc.TorchDynamoException as error:  # the eager step gives the same numbers
-                warnings.warn(f"torch.compile cannot handle this step ({str(error)[:200]}); going on without", stacklevel=2)
+                warnings.warn(
+                    f"torch.compile cannot handle this step ({str(error)[:200]}); going on without", stacklevel=2
+                )
                 compiled = step
                 return step(state, batch)
 

@@ -44,11 +44,10 @@ class Sequential:
     ) -> dict[tuple[str, str], Score]:
         """Scores by (client, part) for every deployed client and every stream or split named."""
         task = self._placed(task)
-        return {
-            (name, part): evaluate(adapter, tree, task.samples(task.client(name), part), seed, self.compute)
-            for name, tree in deployed.items()
-            for part in parts
-        }
+        scores: dict[tuple[str, str], Score] = {}
+        for name, tree in deployed.items():
+            scores |= evaluate(adapter, tree, task, task.client(name), parts, seed, self.compute)
+        return scores
 
     def close(self) -> None:
         """Nothing is held."""

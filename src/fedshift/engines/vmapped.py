@@ -66,7 +66,11 @@ class Vmapped:
             received, kept = [downs[name] for name in some], [mines.get(name, {}) for name in some]
             replies |= self._cohort(method, received, kept, clients, here, plan)
         left = plan.now.rounds - plan.now.round - 1
-        if self._graphs is not None and self._graphs.replaying and (time.perf_counter() - started) * left > COMPILE_PAYS:
+        if (
+            self._graphs is not None
+            and self._graphs.replaying
+            and (time.perf_counter() - started) * left > COMPILE_PAYS
+        ):
             self._graphs.compile()
         return replies
 
@@ -229,7 +233,9 @@ class _Queues:
         self._begins = [
             list(itertools.accumulate(sizes, initial=first)) for sizes, first in zip(self._sizes, firsts, strict=False)
         ]
-        self._where = torch.cat([part.index[order] for part, order in zip(parts, orders, strict=True)]).to(compute.device)
+        self._where = torch.cat([part.index[order] for part, order in zip(parts, orders, strict=True)]).to(
+            compute.device
+        )
         self._taken = [0] * len(parts)
         self._wanted = method.draws(phase)
         seeds = [seeds_for(list(self._wanted), plan, client.name, phase) for client in clients]
@@ -237,10 +243,12 @@ class _Queues:
         self._features: Tensor | None = None
         if phase.inputs == "features":
             singles = unstack(state, len(parts))
-            self._features = torch.cat([
-                features_of(method, single, phase, part, compute)[order.to(compute.device)]
-                for single, part, order in zip(singles, parts, orders, strict=True)
-            ])
+            self._features = torch.cat(
+                [
+                    features_of(method, single, phase, part, compute)[order.to(compute.device)]
+                    for single, part, order in zip(singles, parts, orders, strict=True)
+                ]
+            )
 
     @property
     def count(self) -> int:
@@ -254,7 +262,9 @@ class _Queues:
 
     def largest_group(self) -> tuple[int, list[int]] | None:
         """The most common size of a next batch (the larger one on a tie) and the clients that have it."""
-        fronts = {k: sizes[t] for k, (sizes, t) in enumerate(zip(self._sizes, self._taken, strict=True)) if t < len(sizes)}
+        fronts = {
+            k: sizes[t] for k, (sizes, t) in enumerate(zip(self._sizes, self._taken, strict=True)) if t < len(sizes)
+        }
         if not fronts:
             return None
         size = max(Counter(fronts.values()).items(), key=lambda item: (item[1], item[0]))[0]

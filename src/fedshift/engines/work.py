@@ -15,6 +15,7 @@ from fedshift.core.adapter import Adapter
 from fedshift.core.method import Facts, Method, Phase
 from fedshift.core.schedule import Plan, batches, draw, fitting, seeds_for
 from fedshift.core.tree import Tensors, Tree, all_finite, pick
+from fedshift.data.streams import Setting
 from fedshift.data.task import Client, Samples, Task
 
 EVALUATION_CHUNK = 512  # per-sample adapters give the same answers in chunks of any size
@@ -206,39 +207,64 @@ def seeded(method: Method, seed: int) -> Iterator[None]:
         yield
 
 
-# ---- evaluation ---------------------------------------------------------------------------------------------------------
-def evaluate(adapter: Adapter, deployed: Tree, samples: Samples, seed: int, compute: Compute) -> Score:
-    """Let an adapter run along a stream and count its right answers."""
-    correct, loss = 0, 0.0
-    for logits, labels in predictions(adapter, deployed, samples, seed, compute):
-        correct += int((logits.argmax(1) == labels).sum())
-        loss += float(F.cross_entropy(logits, labels, reduction="sum"))
-    return Score(len(samples), correct, loss)
+# ---- evaluation --------------------------------------------------------------------------------------------------------
+def evaluate(
+    adapter: Adapter, deployed: Tree, task: Task, client: Client, parts: Sequence[str], seed: int, compute: Compute
+) -> dict[tuple[str, str], Score]:
+    """Let an adapter run along a client's streams, in their order, and count its right answers."""
+    scores: dict[tuple[str, str], Score] = {}
+    state: Tree | None = None
+    for part in parts:
+        samples, setting = task.samples(client, part), task.setting(part)
+        start = None if setting.reset != "never" else state
+        correct, loss = 0, 0.0
+        for pass_ in range(setting.passes):
+            for logits, labels, current in predictions(adapter, deployed, samples, setting, seed, compute, start):
+                state = current
+                if pass_ == setting.passes - 1:
+                    correct += int((logits.argmax(1) == labels).sum())
+                    loss += float(F.cross_entropy(logits, labels, reduction="sum"))
+            start = state
+        scores[client.name, part] = Score(len(samples), correct, loss)
+    return scores
 
 
 @torch.no_grad()
 def predictions(
-    adapter: Adapter, deployed: Tree, samples: Samples, seed: int, compute: Compute
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits and labels, chunk by chunk, in the order of the stream."""
+    adapter: Adapter,
+    deployed: Tree,
+    samples: Samples,
+    setting: Setting,
+    seed: int,
+    compute: Compute,
+    start: Tree | None = None,
+) -> Iterator[tuple[Tensor, Tensor, Tree]]:
+    """Logits, labels and the adapter's state, chunk by chunk, in the order of the stream."""
     wanted = adapter.draws()
-    state = adapter.init(deployed)
-    if type(adapter).fit is not Adapter.fit:
+    state = adapter.init(deployed) if start is None else start
+    if type(adapter).fit is not Adapter.fit and start is None:
         everything = pixels(samples.images, samples.index, compute.dtype).to(compute.device)
         state = adapter.fit(state, everything, _draws(adapter, samples.ids[samples.index], seed, compute))
-    for index in chunks(samples.index, adapter.batch):
+    for index in chunks(samples.index, adapter.batch, setting.chunk):
         draws = _draws(adapter, samples.ids[index], seed, compute) if wanted else {}
         x = pixels(samples.images, index, compute.dtype).to(compute.device)
+        if setting.reset == "chunk":
+            state = adapter.init(deployed)
         output, state = adapter.predict(state, x, draws)
-        yield output.logits.detach(), samples.labels[index].to(compute.device)
+        yield output.logits.detach(), samples.labels[index].to(compute.device), state
 
 
-def chunks(index: Tensor, batch: int | None) -> list[Tensor]:
-    """Cut a stream; a last sample that would be alone joins the batch before it."""
+def chunks(index: Tensor, batch: int | None, arriving: int = 0) -> list[Tensor]:
+    """Cut a stream into what an adapter is given at once.
+
+    An adapter that needs batches gets its own size, or what arrives together if that is less; a last sample that would be
+    alone joins the batch before it. Others are given what arrives together.
+    """
     if len(index) == 0:
         return []
-    parts = list(index.split(min(batch or EVALUATION_CHUNK, len(index))))
-    if batch is not None and len(parts) > 1 and len(parts[-1]) == 1:
+    size = min(batch or EVALUATION_CHUNK, arriving or len(index), len(index))
+    parts = list(index.split(size))
+    if batch is not None and size > 1 and len(parts) > 1 and len(parts[-1]) == 1:
         parts = [*parts[:-2], torch.cat(parts[-2:])]
     return parts
 

@@ -58,7 +58,8 @@ class Scaffold(Method):
         """The new control variate; its change travels with the model."""
         up, _ = super().client_final(state, down, {})
         steps, m = state["now"]["steps"].clamp(min=1), self.train.momentum
-        scale = 1 / (state["now"]["lr"] * (steps - m * (1 - m**steps) / (1 - m)) / (1 - m))
+        way = state["now"]["lr"] * (steps - m * (1 - m**steps) / (1 - m)) / (1 - m)
+        scale = (way > 0) / way.clamp(min=1e-30)  # a rate of zero moves nothing
         drift = subtract(down["model"], pick(state["model"], self.arch.trainable))
         moved = state["now"]["steps"].clamp(max=1)  # a client that took no step keeps its control variate
         change = {name: moved * (drift[name] * scale - down["c"][name]) for name in drift}
