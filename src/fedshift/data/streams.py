@@ -77,6 +77,7 @@ class StreamKind:
     passes: int = 1  # the stream is shown so often; the last pass is scored
     chunk: int = 0  # samples that arrive together; 0: as many as the adapter likes
     fraction: float = 1.0  # of each client's samples that is kept
+    without: tuple[str, ...] = ()  # classes that are left out, by name
 
     kind: ClassVar[str] = ""
 
@@ -98,10 +99,20 @@ class StreamKind:
     def make(self, name: str, scene: Scene) -> Stream:
         """The stream of all clients."""
         shown = self.shown(scene)
-        index = {client: self._arrival(positions, shown, scene.seed) for client, positions in shown.index.items()}
+        dropped = self._dropped(scene.pool.classes)
+        kept = {client: rows[~torch.isin(shown.labels[rows], dropped)] for client, rows in shown.index.items()}
+        index = {client: self._arrival(positions, shown, scene.seed) for client, positions in kept.items()}
         setting = Setting(self.order, self.reset, self.passes, self.chunk)
         images = shown.images if shown.own else None
         return Stream(name, self.kind, setting, images, shown.labels, shown.ids, index)
+
+    def _dropped(self, classes: tuple[str, ...]) -> Tensor:
+        for name in self.without:
+            if name not in classes:
+                raise UserError(
+                    f"stream {self.kind}: there is no class {name!r} to leave out; there are: {', '.join(classes)}"
+                )
+        return torch.tensor([classes.index(name) for name in self.without], dtype=torch.int64)
 
     def _arrival(self, positions: Tensor, shown: Shown, seed: int) -> Tensor:
         """The order of arrival: a function of each client's own samples, so other clients cannot change it."""
@@ -109,7 +120,7 @@ class StreamKind:
             return positions
         keys = rng.bits(rng.seed_of(seed, "order"), shown.ids[positions])
         shuffled = positions[keys.argsort(stable=True)]
-        kept = shuffled[: max(1, round(self.fraction * len(shuffled)))]
+        kept = shuffled[: max(1, round(self.fraction * len(shuffled)))] if self.fraction < 1 else shuffled
         if self.order == "stored":
             return positions[torch.isin(positions, kept)]
         return kept[shown.labels[kept].argsort(stable=True)] if self.order == "by-class" else kept
