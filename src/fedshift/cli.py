@@ -1,4 +1,4 @@
-"""The command line: ``fedshift run | list | show | doctor``."""
+"""The command line: ``fedshift run | data | list | show | doctor``."""
 
 from __future__ import annotations
 
@@ -68,6 +68,31 @@ def run(
     console.print(
         f"Pictures: {folder / 'results.png'}, {folder / 'task.png'}. Again: fedshift show {folder}", highlight=False
     )
+
+
+@app.command()
+def data(
+    what: Annotated[
+        str, typer.Argument(metavar="PATH|PRESET", help="A preset, a TOML file, a Parquet file or a folder.")
+    ],
+    change: Annotated[list[str] | None, typer.Option("-c", help="Override a key, as in fedshift run.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where task.html and task.png go; default runs/NAME.")] = None,
+) -> None:
+    """What is in a task: clients, sizes, class histograms, examples of every stream; a table, a page and a picture."""
+    from fedshift.bench.experiment import Experiment
+    from fedshift.bench.page import task_page, task_table
+    from fedshift.bench.pictures import task_picture
+    from fedshift.bench.setup import make_task
+
+    console = _console()
+    chosen = Experiment.of_data(what, change or [])
+    with console.status("making the task"):
+        task = make_task(chosen, chosen.seeds[0])
+    folder = out or Path("runs") / chosen.name
+    task_page(task, folder / "task.html", chosen.title or chosen.name, chosen.data.needs)
+    task_picture(task, folder / "task.png")
+    console.print(task_table(task))
+    console.print(f"Page: {folder / 'task.html'}, picture: {folder / 'task.png'}", highlight=False)
 
 
 @app.command()

@@ -121,7 +121,7 @@ def stream(adapter: Adapter, deployed: Tree, parts: Sequence[str] = ("test",), t
 
 def gap(a: Tensor, b: Tensor) -> float:
     assert a.shape == b.shape
-    return float((a - b).abs().max())
+    return float((a - b).detach().abs().max())
 
 
 # ---- none ---------------------------------------------------------------------------------------------------------------

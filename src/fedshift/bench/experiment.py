@@ -190,6 +190,18 @@ class Experiment(Table):
             override(table, key, value)
         return cls.parse(table, str(source) if source else "the default experiment")
 
+    @classmethod
+    def of_data(cls, what: str, overrides: Sequence[str] = ()) -> Experiment:
+        """An experiment to look at the data of: a preset, a TOML file, or the default's on a Parquet file or folder."""
+        path = Path(what)
+        if what in presets() or path.suffix == ".toml" or not path.exists():
+            return cls.load(what, overrides)
+        scheme = (
+            "parquet" if path.suffix == ".parquet" or (path.is_dir() and any(path.rglob("*.parquet"))) else "folder"
+        )
+        source = [f"data.source={scheme}:{what}", f"name={path.stem}", f"title={what}", "data.needs="]
+        return cls.load(None, [*source, *overrides])
+
     def variants(self) -> Iterator[tuple[dict[str, Any], Experiment]]:
         """One experiment for each point of the sweep, with the values that make it."""
         if not self.sweep:

@@ -33,7 +33,7 @@ PARTS = ("train", "val", "test")
 FORMAT = 1  # raise when the same settings would give other bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Client:
     """One owner of data: indices into the task's images."""
 

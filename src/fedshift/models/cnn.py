@@ -10,6 +10,7 @@ from torch import nn
 from fedshift.core.registry import model
 from fedshift.errors import UserError
 from fedshift.models.mlp import Headed
+from fedshift.models.pretrained import load_pretrained
 
 
 @model("cnn", paper="FedTHE, FedICON", year=2023)
@@ -30,6 +31,7 @@ class CNN:
     bias: bool = True
     width: int = 32
     hidden: int = 64
+    weights: str = ""  # a safetensors file to start from
 
     def make(self, shape: Sequence[int], classes: int) -> nn.Module:
         """The network for images of this shape."""
@@ -44,4 +46,6 @@ class CNN:
             layers += [nn.ReLU(), nn.MaxPool2d(2)]
             height, width = ((side + 2 * padding - 4) // 2 for side in (height, width))
         layers += [nn.Flatten(), nn.Linear(2 * self.width * height * width, self.hidden, bias=self.bias), nn.ReLU()]
-        return Headed(nn.Sequential(*layers), self.hidden, classes, self.bias)
+        network = Headed(nn.Sequential(*layers), self.hidden, classes, self.bias)
+        load_pretrained(network, self.weights)
+        return network

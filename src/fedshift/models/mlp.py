@@ -10,6 +10,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from fedshift.core.registry import model
+from fedshift.models.pretrained import load_pretrained
 
 
 @model("mlp", paper="FedTTA", year=2023)
@@ -25,6 +26,7 @@ class MLP:
     hidden: tuple[int, ...] = (200, 200)
     norm: bool = False  # BatchNorm after each hidden layer
     bias: bool = True
+    weights: str = ""  # a safetensors file to start from
 
     def make(self, shape: Sequence[int], classes: int) -> nn.Module:
         """The network for images of this shape."""
@@ -32,7 +34,10 @@ class MLP:
         for before, after in pairwise((math.prod(shape), *self.hidden)):
             layers.append(nn.Linear(before, after, bias=self.bias and not self.norm))
             layers += [nn.BatchNorm1d(after), nn.ReLU()] if self.norm else [nn.ReLU()]
-        return Headed(nn.Sequential(*layers), self.hidden[-1] if self.hidden else math.prod(shape), classes, self.bias)
+        features = self.hidden[-1] if self.hidden else math.prod(shape)
+        network = Headed(nn.Sequential(*layers), features, classes, self.bias)
+        load_pretrained(network, self.weights)
+        return network
 
 
 class Headed(nn.Module):

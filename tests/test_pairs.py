@@ -1,0 +1,175 @@
+"""Any method meets any adapter: a pair either runs end to end or one sentence says what is missing.
+
+Nothing is listed by hand. A new method or adapter joins by being registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import fedshift
+from fedshift import Adapter, Arch, Experiment, Method, UserError
+from fedshift.bench.experiment import MethodSpec
+from fedshift.bench.federation import Federation
+from fedshift.bench.setup import make_setup
+from fedshift.catalogue import pairs
+from fedshift.core.pairs import missing_for_method, missing_for_pair, properties
+from fedshift.core.registry import ADAPTERS, METHODS
+from fedshift.core.tree import Tree
+from fedshift.engines.sequential import Sequential
+from fedshift.engines.work import Compute
+from tests.conftest import ragged_task, tiny_train
+
+TASK = replace(ragged_task((9, 4, 1), unseen=1), public=torch.arange(6))
+DOUBLE = Compute(dtype=torch.float64)
+
+
+def network(norm: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 4), norm(), nn.ReLU(), nn.Linear(4, 4))
+
+
+NETWORKS = {
+    "batch norm": network(lambda: nn.BatchNorm1d(4)),
+    "group norm": network(lambda: nn.GroupNorm(2, 4)),
+    "no norm": network(nn.Identity),
+}
+HAS = {"batch norm": {"norm", "batch-norm"}, "group norm": {"norm"}, "no norm": set()}
+GRID = [(m, a, n) for m in METHODS for a in ADAPTERS for n in NETWORKS]
+
+
+def declared(method_name: str, adapter_name: str, net: str) -> str | None:
+    """Why the pair cannot run on the network, from declarations alone."""
+    cls = METHODS[method_name].make
+    arch = cls.build(Arch.of(NETWORKS[net], (3, 8, 8)), {})
+    reason = missing_for_method(method_name, cls.needs, arch)
+    if reason is not None:
+        return reason
+    method = cls(arch=arch, train=tiny_train())
+    adapter = ADAPTERS[adapter_name].make(arch=arch, forward=method.forward)
+    return missing_for_pair(method_name, method.deploys, adapter_name, adapter)
+
+
+@cache
+def federated(method_name: str, net: str) -> tuple[Federation, dict[str, Tree], dict[str, Tree]]:
+    """One round, and what its clients and a newcomer serve with."""
+    setup = make_setup(Experiment(), MethodSpec(name=method_name), TASK, NETWORKS[net])
+    federation = Federation(setup, TASK, Sequential(DOUBLE), DOUBLE, seed=0, rounds=1)
+    state, report = federation.step(federation.start())
+    assert report.left_out == ()
+    return federation, federation.deployed(state), federation.newcomers(state)[0]
+
+
+def test_networks_have_what_their_names_say() -> None:
+    for name, make in NETWORKS.items():
+        assert properties(Arch.of(make, (3, 8, 8))) == HAS[name]
+
+
+@pytest.mark.parametrize(("method_name", "adapter_name", "net"), GRID)
+def test_a_pair_runs_or_says_what_is_missing(method_name: str, adapter_name: str, net: str) -> None:
+    reason = declared(method_name, adapter_name, net)
+    spec = MethodSpec(name=method_name, adapters=[adapter_name])  # type: ignore[list-item]
+    if reason is not None:
+        assert "\n" not in reason
+        assert repr(method_name) in reason or repr(adapter_name) in reason
+        assert "needs" in reason
+        with pytest.raises(UserError) as said:
+            make_setup(Experiment(), spec, TASK, NETWORKS[net])
+        assert str(said.value) == reason
+        return
+    setup = make_setup(Experiment(), spec, TASK, NETWORKS[net])
+    federation, deployed, newcomers = federated(method_name, net)
+    adapter = setup.adapter(spec.adapters[0], setup.method)
+    assert set(deployed) == {client.name for client in TASK.clients}
+    assert set(newcomers) <= {client.name for client in TASK.unseen}
+    scores = federation.evaluate({next(iter(setup.methods)): adapter}, {**deployed, **newcomers}, ["test"])
+    assert {name for name, _ in scores} == set(deployed) | set(newcomers)
+    for (name, _), score in scores.items():
+        assert score.samples == len(TASK.client(name).test)
+        assert 0 <= score.correct <= score.samples
+        assert torch.tensor(score.loss).isfinite()
+
+
+@pytest.mark.parametrize(("method_name", "net"), [(m, n) for m in METHODS for n in NETWORKS])
+def test_a_method_deploys_what_it_declares(method_name: str, net: str) -> None:
+    """Every declared slot is there, and forward needs no other: an adapter is promised nothing else."""
+    if METHODS[method_name].make.needs - HAS[net]:
+        assert missing_for_method(method_name, METHODS[method_name].make.needs, Arch.of(NETWORKS[net], (3, 8, 8)))
+        return
+    federation, deployed, newcomers = federated(method_name, net)
+    method = federation.setup.method
+    for tree in (*deployed.values(), *newcomers.values()):
+        assert method.deploys <= set(tree)
+        promised = {slot: tree[slot] for slot in method.deploys}
+        assert set(promised["model"]) == {*method.arch.parameters, *method.arch.buffers}
+        assert method.forward(promised, torch.rand(3, 3, 8, 8).double()).logits.shape == (3, 4)
+
+
+def test_needs_of_methods_and_adapters_are_words_that_have_a_meaning() -> None:
+    known = {"norm", "batch-norm"}
+    slots = {slot for entry in METHODS.values() for slot in entry.make.deploys}
+    for name, entry in METHODS.items():
+        assert entry.make.needs <= known, name
+        assert "model" in entry.make.deploys, name
+    for name, other in ADAPTERS.items():
+        assert other.make.needs_arch <= known, name
+        assert other.make.needs <= slots, f"no method deploys what adapter {name} needs"
+
+
+def test_the_printed_grid_is_the_declared_one() -> None:
+    rows = {row["name"]: row for row in pairs()}
+    assert set(rows) == set(METHODS)
+    for method_name, row in rows.items():
+        assert set(row) == {"name", *ADAPTERS}
+        for adapter_name in ADAPTERS:
+            assert (row[adapter_name] == "yes") == (declared(method_name, adapter_name, "batch norm") is None)
+
+
+@pytest.fixture
+def plugins() -> Iterator[None]:
+    """A method that deploys a descriptor, and an adapter that needs one; gone afterwards."""
+
+    @fedshift.method("described", paper="a test")
+    @dataclass(frozen=True)
+    class Described(Method):
+        """Deploys the mean of nothing."""
+
+        deploys: ClassVar[frozenset[str]] = frozenset({"model", "descriptor"})
+
+        def deployed(self, down: Tree, mine: Tree) -> Tree:
+            return {**super().deployed(down, mine), "descriptor": {"h": torch.zeros(4, dtype=torch.float64)}}
+
+    @fedshift.adapter("shifted", paper="a test")
+    @dataclass(frozen=True)
+    class Shifted(Adapter):
+        """Adds the descriptor to the logits."""
+
+        needs: ClassVar[frozenset[str]] = frozenset({"model", "descriptor"})
+
+        def predict(self, state, x, draws):  # type: ignore[no-untyped-def]
+            output = self.forward(state, x)
+            return output._replace(logits=output.logits + state["descriptor"]["h"]), state
+
+    yield
+    METHODS._entries.pop("described")
+    ADAPTERS._entries.pop("shifted")
+
+
+@pytest.mark.usefixtures("plugins")
+def test_new_plugins_join_the_grid_by_their_declarations() -> None:
+    for method_name in METHODS:
+        reason = declared(method_name, "shifted", "batch norm")
+        if method_name == "described":
+            assert reason is None
+        else:
+            assert reason == f"adapter 'shifted' needs descriptor, which method {method_name!r} does not deploy"
+    for adapter_name in ADAPTERS:
+        test_a_pair_runs_or_says_what_is_missing("described", adapter_name, "batch norm")
+        test_a_pair_runs_or_says_what_is_missing("described", adapter_name, "no norm")
+    test_the_printed_grid_is_the_declared_one()
