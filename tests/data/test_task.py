@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedshift.data import corruptions
+from fedshift.data.concept import Rotation
 from fedshift.data.partition import ByDomain, Iid, Partition
 from fedshift.data.pool import Pool
 from fedshift.data.sources import load
@@ -480,6 +481,19 @@ def test_the_second_build_reads_what_the_first_one_wrote(tmp_path: Path, monkeyp
     assert len(list((tmp_path / "tasks").iterdir())) == 1  # nothing temporary is left behind
     with pytest.raises(AssertionError, match="made again"):
         build(twinned(), ByDomain(), Splitting(unseen=("grey",), public=0.1), STREAMS, 6, tmp_path)
+
+
+@pytest.mark.parametrize("splitting", [Splitting(), Splitting(train_fraction=0.5)], ids=["plain", "small"])
+def test_turned_images_are_read_back_too(splitting: Splitting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where some images belong to no split any more."""
+    turned = Rotation(seen=(0, 30, 90))
+    first = build(twinned(), ByDomain(), splitting, STREAMS, cache=tmp_path, rotation=turned)
+    assert first.hash != build(twinned(), ByDomain(), splitting, STREAMS).hash
+    forbid(monkeypatch)
+    second = build(twinned(), ByDomain(), splitting, STREAMS, cache=tmp_path, rotation=turned)
+    check_same(first, second)
+    for client in first.clients:
+        assert torch.equal(first.images[client.train], second.images[client.train])
 
 
 def truncated(name: str, share: float) -> Callable[[Path], None]:

@@ -101,7 +101,9 @@ class Terminal:
     def begin(self, run: str, done: int, rounds: int) -> None:
         """The bar carries the run's name."""
         if done or not self._console.is_terminal:
-            self._console.print(f"[dim]{run}: " + (f"going on after round {done}" if done else "training"), highlight=False)
+            self._console.print(
+                f"[dim]{run}: " + (f"going on after round {done}" if done else "training"), highlight=False
+            )
         self._bar.update(self._task, description=run, advance=done, detail="")
 
     def skip(self, run: str, rounds: int) -> None:

@@ -139,7 +139,7 @@ def collect(paths: Iterable[Path]) -> Result:
         folder = RunFolder(path)
         config = _config(path)
         method = config["method"].get("label") or config["method"]["name"]
-        point = tuple((config.get("sweep-point") or {}).items())
+        point = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in (config.get("sweep-point") or {}).items())
         lines = folder.lines()
         cost = _cost(lines)
         for adapter, rows in folder.scores().items():

@@ -117,7 +117,7 @@ class Splitting:
     from_file: bool = False  # use the file's own train/test split; ``val`` is then a share of its training part
     train_fraction: float = 1.0  # keep this share of every client's training data (small-data studies)
     train_limit: int = 0  # keep at most so many of every client's training images; 0: all
-    unseen: float | tuple[str, ...] = 0.0
+    unseen: float | str | tuple[str, ...] = 0.0  # a share of the clients, a name or pattern, or several
     public: float = 0.0  # share of the images set apart, unlabelled, for everybody
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ class Graphs:
         self._steps: dict[Hashable, Step] = {}
         self._states: dict[Hashable, Tree] = {}
         self._batches: dict[Hashable, dict[str, Tensor]] = {}
+        self._copied: dict[Hashable, Tensor] = {}
         self._graphs: dict[Hashable, Any] = {}
         self._pool: Any = None
 
@@ -41,7 +42,9 @@ class Graphs:
         static = self._states[group]
         _copy(state, static)
         for name, leaf in batch.items():
-            self._batches[key][name].copy_(leaf)
+            if self._copied.get((key, name)) is not leaf:  # most of a batch is new, but not what all steps share
+                self._batches[key][name].copy_(leaf)
+                self._copied[key, name] = leaf
         self._graphs[key].replay()
         return static
 
@@ -61,6 +64,7 @@ class Graphs:
         self._steps.clear()
         self._states.clear()
         self._batches.clear()
+        self._copied.clear()
         self._graphs.clear()
 
     def _prepared(self, step: Step) -> Step:

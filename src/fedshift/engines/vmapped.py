@@ -126,12 +126,13 @@ class Vmapped:
             rows = self._filled(members, queues.count)
             group.choose(members, rows)
             suited = fitting(phase, method.arch, size)
-            batch = queues.take(members, rows, size)
-            step = _stacked_step(method, suited, self.compute.dtype)
+            order = queues.take(members, rows, size)
+            step = _stacked_step(method, suited, queues)
             if self._graphs is None:
-                group.state = step(group.state, batch)
+                group.state = step(group.state, order)
             else:
-                group.state = self._graphs.step((method, suited, len(rows)), size, step, group.state, batch)
+                key = (method, suited, queues.signature, len(rows))
+                group.state = self._graphs.step(key, size, step, group.state, order)
         everyone = list(range(queues.count))
         group.choose(everyone, everyone)
         # a captured graph owns its tensors and will overwrite them in the next round
@@ -156,13 +157,18 @@ def _begin(
     return {**state, **to({**repeated, **stack([{"now": dict(now)} for now in nows])}, device)}
 
 
-def _stacked_step(method: Method, phase: Phase, dtype: torch.dtype) -> Step:
+def _stacked_step(method: Method, phase: Phase, queues: _Queues) -> Step:
+    """A step from positions in the long index to moved states: gathering images is part of it, and of its graph."""
     one = method.fold if phase.trainable == frozenset() else method.client_step
     stacked = vmap(lambda state, batch: one(state, batch, phase), randomness="different")
+    part, dtype = queues.part, queues.compute.dtype
 
-    def step(state: Tree, batch: Mapping[str, Tensor]) -> Tree:
-        x = batch["x"]
-        result: Tree = stacked(state, {**batch, "x": as_floats(x, dtype) if x.dtype == torch.uint8 else x})
+    def step(state: Tree, order: Mapping[str, Tensor]) -> Tree:
+        span, where, features = order["span"], order["where"], order.get("features")
+        index = where[span]
+        x = as_floats(part.images[index], dtype) if features is None else features[span]
+        draws = {name: leaf for name, leaf in order.items() if name not in ("span", "where", "features")}
+        result: Tree = stacked(state, {"x": x, "y": part.labels[index], "index": part.ids[index], **draws})
         return result
 
     return step
@@ -225,30 +231,32 @@ class _Queues:
             for part, client in zip(parts, clients, strict=True)
         ]
         orders = [order for order, _ in plans]
-        self._compute = compute
-        self._part = parts[0]  # the images are shared; only the index differs
+        self.compute = compute
+        self.part = parts[0]  # the images are shared; only the index differs
         self._sizes = [sizes for _, sizes in plans]
         lengths = [len(order) for order in orders]
         firsts = [0, *itertools.accumulate(lengths)]
         self._begins = [
             list(itertools.accumulate(sizes, initial=first)) for sizes, first in zip(self._sizes, firsts, strict=False)
         ]
-        self._where = torch.cat([part.index[order] for part, order in zip(parts, orders, strict=True)]).to(
-            compute.device
-        )
+        where = torch.cat([part.index[order] for part, order in zip(parts, orders, strict=True)]).to(compute.device)
+        self._constants = {"where": _padded(where)}
+        self._offsets: dict[int, Tensor] = {}
         self._taken = [0] * len(parts)
         self._wanted = method.draws(phase)
         seeds = [seeds_for(list(self._wanted), plan, client.name, phase) for client in clients]
         self._seeds = {n: torch.tensor([own[n] for own in seeds], device=compute.device) for n in self._wanted}
-        self._features: Tensor | None = None
         if phase.inputs == "features":
-            singles = unstack(state, len(parts))
-            self._features = torch.cat(
-                [
-                    features_of(method, single, phase, part, compute)[order.to(compute.device)]
-                    for single, part, order in zip(singles, parts, orders, strict=True)
-                ]
-            )
+            cached = [
+                features_of(method, single, phase, part, compute)[order.to(compute.device)]
+                for single, part, order in zip(unstack(state, len(parts)), parts, orders, strict=True)
+            ]
+            self._constants["features"] = _padded(torch.cat(cached))
+
+    @property
+    def signature(self) -> tuple[int, int]:
+        """What a captured step depends on beside its inputs' values: where the images are, how long the index is."""
+        return id(self.part.images), len(self._constants["where"])
 
     @property
     def count(self) -> int:
@@ -271,18 +279,14 @@ class _Queues:
         return size, [k for k, front in fronts.items() if front == size]
 
     def take(self, members: Sequence[int], rows: Sequence[int], size: int) -> dict[str, Tensor]:
-        """The stacked batch of these rows (a filler repeats a member's), and the members' queues move on.
-
-        Images stay uint8: they become floats inside the step, where that costs nothing.
-        """
+        """What a step of these rows needs (a filler repeats a member's), and the members' queues move on."""
         begins = self._upload([self._begins[k][self._taken[k]] for k in rows])
-        span = begins[:, None] + torch.arange(size, device=self._compute.device)
-        index = self._where[span]
-        x = self._part.images[index] if self._features is None else self._features[span]
-        batch = {"x": x, "y": self._part.labels[index], "index": self._part.ids[index], **self._draws(rows, size)}
+        if size not in self._offsets:
+            self._offsets[size] = torch.arange(size, device=self.compute.device)
+        order = {"span": begins[:, None] + self._offsets[size], **self._constants, **self._draws(rows, size)}
         for k in members:
             self._taken[k] += 1
-        return batch
+        return order
 
     def _draws(self, rows: Sequence[int], size: int) -> dict[str, Tensor]:
         if not self._wanted:
@@ -290,13 +294,19 @@ class _Queues:
         which = self._upload(rows).repeat_interleave(size)
         steps = self._upload([self._taken[k] for k in rows]).repeat_interleave(size)
         seeds: dict[str, int | Tensor] = {name: own[which] for name, own in self._seeds.items()}
-        ids = torch.arange(size, device=self._compute.device).repeat(len(rows))
-        flat = draw(self._wanted, seeds, ids, self._compute.dtype, steps)
+        ids = torch.arange(size, device=self.compute.device).repeat(len(rows))
+        flat = draw(self._wanted, seeds, ids, self.compute.dtype, steps)
         return {name: leaf.reshape(len(rows), size, *leaf.shape[1:]) for name, leaf in flat.items()}
 
     def _upload(self, numbers: Sequence[int]) -> Tensor:
         """Numbers on the device without making the host wait for it."""
         tensor = torch.tensor(numbers)
-        if self._compute.device.type == "cpu":
+        if self.compute.device.type == "cpu":
             return tensor
-        return tensor.pin_memory().to(self._compute.device, non_blocking=True)
+        return tensor.pin_memory().to(self.compute.device, non_blocking=True)
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """Filled up to a power of two, so that a captured graph serves rounds with other clients; the filling is never read."""
+    length = 1 << max(len(rows) - 1, 0).bit_length()
+    return torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])
