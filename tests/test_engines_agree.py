@@ -42,9 +42,11 @@ def make(name: str, norm: bool, **train: object) -> Method | None:
     return cls(arch=cls.build(backbone, {}), train=tiny_train(**train))
 
 
-def federate(method: Method, engine: Engine, compute: Compute, rounds: int = 2, task=TASK) -> tuple[State, dict, list]:
+def federate(
+    method: Method, engine: Engine, compute: Compute, rounds: int = 2, task=TASK, participation: float = 1.0
+) -> tuple[State, dict, list]:
     setup = Setup(MethodSpec(name="x"), {"net": method}, method.train)
-    federation = Federation(setup, task, engine, compute, seed=3, rounds=rounds)
+    federation = Federation(setup, task, engine, compute, seed=3, rounds=rounds, participation=participation)
     state, losses = federation.start(), []
     for _ in range(rounds):
         state, report = federation.step(state)
@@ -114,6 +116,17 @@ def test_vmapped_on_cuda_equals_sequential(name: str, norm: bool) -> None:
         return
     here, there = (Compute(torch.device(d), torch.float64) for d in ("cpu", "cuda"))
     check_equal(federate(method, Sequential(here), here, 4), federate(method, Vmapped(there), there, 4), 1e-9)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_captured_steps_serve_rounds_with_other_clients(compiled: bool) -> None:
+    method = make("scaffold", True)
+    assert method is not None
+    here, there = (Compute(torch.device(d), torch.float64) for d in ("cpu", "cuda"))
+    task = ragged_task((40, 33, 64, 20, 40, 16, 16, 48))
+    reference = federate(method, Sequential(here), here, 8, task, 0.5)
+    check_equal(reference, federate(method, Vmapped(there, compile_step=compiled), there, 8, task, 0.5), 1e-9)
 
 
 @pytest.mark.parametrize("changes", [

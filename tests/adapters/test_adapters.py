@@ -458,6 +458,59 @@ def test_state_is_reset_between_streams_and_between_clients() -> None:
         assert torch.equal(both.logits, torch.cat(parts))
 
 
+def test_streams_may_carry_state_on_or_drop_it_after_every_chunk() -> None:
+    """What a stream's own setting asks for: once more over all, on from the stream before, anew for what arrives."""
+    arch, _, deployed = trained("mlp")
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (100, *SHAPE), dtype=torch.uint8, generator=generator)
+    pool = Pool(
+        images, torch.arange(100) % 4, tuple("abcd"), domains=torch.zeros(100, dtype=torch.int64), domain_names=("x",)
+    )
+    streams = {
+        "first": Original(),
+        "on": Corrupted(reset="never"),
+        "anew": Original(reset="chunk", chunk=5),
+        "twice": Original(passes=2),
+    }
+    task = build(pool, ByDomain(), streams=streams)
+    adapter = adapter_on(arch, "tent", batch_size=10, lr=0.05)
+
+    def shown(part: str) -> Tensor:
+        rows = task.samples(task.clients[0], part)
+        return rows.images[rows.index].double() / 255
+
+    def along(state: Tree, x: Tensor) -> tuple[Tensor, Tree]:
+        answers = []
+        for chunk in x.split(10):
+            output, state = adapter.predict(state, chunk, {})
+            answers.append(output.logits.detach())
+        return torch.cat(answers), state
+
+    fresh = adapter.init(deployed)
+    first, state = along(fresh, shown("first"))
+    carried, _ = along(state, shown("on"))
+    found = stream(adapter, deployed, ("first", "on"), task)
+    assert torch.equal(found.logits, torch.cat([first, carried]))
+    alone = stream(adapter, deployed, ("on",), task)  # there is nothing before it to carry on
+    assert torch.equal(alone.logits, along(fresh, shown("on"))[0])
+    lone = stream(adapter, deployed, ("anew",), task)
+    assert [len(chunk) for chunk in lone.chunks] == [5] * 4
+    expected = [adapter.predict(fresh, chunk, {})[0].logits.detach() for chunk in shown("anew").split(5)]
+    assert torch.equal(lone.logits, torch.cat(expected))
+    once, state = along(fresh, shown("twice"))
+    again, _ = along(state, shown("twice"))
+    observed, both = recording(adapter)
+    score = Sequential(DOUBLE).evaluate(observed, {"x": deployed}, task, ["twice"], seed=0)["x", "twice"]
+    assert torch.equal(both.logits, torch.cat([once, again]))
+    rows = task.samples(task.clients[0], "twice")
+    labels = rows.labels[rows.index]
+    assert (score.samples, score.correct) == (
+        len(labels),
+        int((again.argmax(1) == labels).sum()),
+    )  # the last pass counts
+    assert score.loss == pytest.approx(float(nn.functional.cross_entropy(again, labels, reduction="sum")))
+
+
 # ---- settings -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("name", "options", "sentence"), [
     ("bn", {"batch_size": 0}, "adapter bn: batch-size must be positive"),

@@ -388,7 +388,8 @@ def test_same_seed_same_bytes() -> None:
 def test_same_bytes_in_another_process_with_another_hash_seed() -> None:
     code = "from tests.data.test_task import example, fingerprint; print(fingerprint(example()))"
     other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    environment = {**os.environ, "PYTHONHASHSEED": other, "PYTHONPATH": str(Path(__file__).parents[2])}
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONHASHSEED": other, "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == fingerprint(example())
 

@@ -120,7 +120,7 @@ class Vmapped:
 
     def _phase(self, method: Method, state: Tree, phase: Phase, queues: _Queues) -> Tree:
         """Run all queues dry."""
-        group = _Group(state, queues.count)
+        group = _Group(state, queues.count, borrowed=self._graphs is not None)
         while (choice := queues.largest_group()) is not None:
             size, members = choice
             rows = self._filled(members, queues.count)
@@ -133,10 +133,7 @@ class Vmapped:
             else:
                 key = (method, suited, queues.signature, len(rows))
                 group.state = self._graphs.step(key, size, step, group.state, order)
-        everyone = list(range(queues.count))
-        group.choose(everyone, everyone)
-        # a captured graph owns its tensors and will overwrite them in the next round
-        return map_tree(torch.clone, group.state) if self._graphs is not None else group.state
+        return group.everyone()
 
     def _filled(self, members: list[int], count: int) -> list[int]:
         """On CUDA groups come in few widths, so that few graphs are needed."""
@@ -188,7 +185,8 @@ def _finite(tree: Tree, count: int, like: Tree) -> Tensor:
 class _Group:
     """The clients that move now, stacked; regrouped only when other ones do."""
 
-    def __init__(self, state: Tree, count: int) -> None:
+    def __init__(self, state: Tree, count: int, borrowed: bool) -> None:
+        self._borrowed = borrowed  # a step's result belongs to a captured graph, which will overwrite it
         self._everyone = list(range(count))
         self._members, self._rows = self._everyone, self._everyone
         self._full = state
@@ -199,7 +197,7 @@ class _Group:
         if (members, rows) == (self._members, self._rows):
             return
         if self._members == self._everyone:
-            self._full = self.state
+            self._full = map_tree(torch.clone, self.state) if self._borrowed else self.state
         else:
             moved = len(self._members)
             places = self._index(self._members)
@@ -207,6 +205,11 @@ class _Group:
         self._members, self._rows = members, rows
         index = self._index(rows)
         self.state = self._full if rows == self._everyone else map_tree(lambda leaf: leaf[index], self._full)
+
+    def everyone(self) -> Tree:
+        """All clients where they are now, in tensors that nobody else will write to."""
+        self.choose(self._everyone, self._everyone)
+        return map_tree(torch.clone, self.state) if self._borrowed else self.state
 
     def _index(self, rows: list[int]) -> Tensor:
         return torch.tensor(rows, device=self._full["log"]["loss"].device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ def load_pretrained(module: nn.Module, path: str | Path) -> list[str]:
     """
     if not str(path):
         return []
-    given, own = _read(Path(path)), module.state_dict()
+    given, own = _read(Path(os.path.expandvars(path)).expanduser()), module.state_dict()
     skipped = [name for name in own if name.startswith("head.")] if _other_classes(own, given) else []
     for name, leaf in own.items():
         if name in skipped:
