@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -348,18 +348,29 @@ def test_corrupted_images_are_the_clients_own_corrupted() -> None:
 
 
 def grown(pool: Pool, count: int = 40) -> Pool:
-    """The same pool with one more domain."""
+    """The same pool with one more domain, whose images come first, so that no other image keeps its place."""
     more = pool_of(count, seed=77, domains=("new",))
-    both = {name: torch.cat([getattr(pool, name), getattr(more, name)]) for name in ("images", "labels")}
-    domains = torch.cat([pool.domains, torch.full((count,), len(pool.domain_names))])  # type: ignore[list-item]
-    splits = None if pool.splits is None else torch.cat([pool.splits, torch.arange(count) % 3])
-    return replace(pool, **both, domains=domains, domain_names=(*pool.domain_names, "new"), splits=splits)
+    columns = {
+        "images": more.images,
+        "labels": more.labels,
+        "domains": torch.full((count,), len(pool.domain_names)),
+        "groups": torch.arange(count) + 1000,
+        "splits": torch.arange(count) % 3,
+    }
+    both = {
+        name: torch.cat([column, getattr(pool, name)])
+        for name, column in columns.items()
+        if getattr(pool, name) is not None
+    }
+    return replace(pool, **both, domain_names=(*pool.domain_names, "new"))
 
 
+@pytest.mark.parametrize("grouped", [False, True], ids=["single images", "photographs"])
 @pytest.mark.parametrize("split", ["file", "drawn"])
-def test_another_client_changes_nothing_for_those_who_were_there(split: str) -> None:
+def test_another_client_changes_nothing_for_those_who_were_there(split: str, grouped: bool) -> None:
     """Neither what a client trains on nor the bytes of its streams."""
-    pool = pool_of(splits=torch.arange(96) // 4 % 3)
+    groups = torch.arange(96) // 8 if grouped else None
+    pool = pool_of(splits=torch.arange(96) // 24 % 3, groups=groups)
     splitting = Splitting(from_file=split == "file")
     before = build(pool, ByDomain(), splitting, STREAMS)
     after = build(grown(pool), ByDomain(), splitting, STREAMS)
@@ -367,7 +378,9 @@ def test_another_client_changes_nothing_for_those_who_were_there(split: str) -> 
     for client in before.clients:
         now = after.client(client.name)
         for part in ("train", "val", "test"):
-            assert torch.equal(getattr(client, part), getattr(now, part)), part
+            own, own_now = getattr(client, part), getattr(now, part)
+            assert before.ids[own].tolist() == after.ids[own_now].tolist(), part
+            assert torch.equal(before.images[own], after.images[own_now])
         for stream in STREAMS:
             images, labels, ids = stream_bytes(before, client.name, stream)
             images_now, labels_now, ids_now = stream_bytes(after, client.name, stream)
@@ -454,7 +467,31 @@ def test_the_hash_changes_with_everything_and_so_does_the_place_in_the_cache(
     pool, partition, splitting, streams, seed = CHANGES[change](pool_of())
     fresh = build(pool, partition, splitting, streams, seed)
     assert fresh.hash != plain.hash
+    if [*streams.items()] == [*STREAMS.items()]:  # the change is not only seen through what a stream shows
+        assert build(pool, partition, splitting, seed=seed).hash != build(pool_of(), ByDomain()).hash
     check_same(build(pool, partition, splitting, streams, seed, cache), fresh)
+
+
+@dataclass(frozen=True)
+class HalfOwned(Partition):
+    """Two clients own the first half, nobody the second."""
+
+    def assign(self, pool: Pool, seed: int) -> dict[str, Tensor]:
+        return {"left": torch.arange(24), "right": torch.arange(24, 48)}
+
+
+def test_the_hash_changes_with_the_public_set_alone() -> None:
+    pool = pool_of(splits=torch.arange(96) % 3)
+    hashes: dict[int, set[str]] = {}
+    for seed in range(12):
+        task = build(pool, HalfOwned(), Splitting(from_file=True, public=1 / 96), seed=seed)
+        (public,) = task.public.tolist()  # type: ignore[union-attr]
+        if public >= 48:  # nothing else differs between these tasks
+            assert sum(len(p) for c in task.clients for p in (c.train, c.val, c.test)) == 48
+            hashes.setdefault(public, set()).add(task.hash)
+    assert len(hashes) > 2
+    assert all(len(own) == 1 for own in hashes.values())
+    assert len(set.union(*hashes.values())) == len(hashes)
 
 
 # ---- the cache ----------------------------------------------------------------------------------------------------------

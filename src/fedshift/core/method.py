@@ -126,7 +126,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Method:
-    """FedAvg's skeleton; see ``docs/explanation/method.md`` and any file in ``fedshift/methods``.
+    """FedAvg's skeleton; see ``docs/how-to/own-method.md`` and any file in ``fedshift/methods``.
 
     Slots by convention: ``model`` is what is trained and travels, ``now`` is filled by the engine, ``tuned`` is a model
     that :meth:`final_phases` left behind. Entries of ``mine`` never leave the client.

@@ -107,6 +107,9 @@ class Vmapped:
                     for client, length in zip(clients, queues.lengths, strict=True)
                 ]
                 state = self._phase(method, _begin(method, state, phase, nows, self.compute.device), phase, queues)
+        if not plan.phases:  # nothing to train: nothing was logged
+            nothing = torch.zeros(count, dtype=self.compute.dtype, device=self.compute.device)
+            state = {**state, "log": {"loss": nothing, "steps": nothing}}
         apart = vmap(lambda s, d, m: hand_over(method, s, d, m, plan), randomness="different")
         ups, kept = apart(state, stack(downs), stack(mines))
         sound = (_finite(ups, count, state) & _finite(kept, count, state)).tolist()

@@ -1,0 +1,427 @@
+"""Every preset: it parses, names its data, builds its task on small files of the layout it asks for, and runs."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fedshift.bench.experiment import PRESETS, Experiment, presets
+from fedshift.bench.runner import run
+from fedshift.bench.setup import cache_folder, make_setup, make_task
+from fedshift.data.sources import load
+from fedshift.data.task import Task
+from fedshift.errors import UserError
+from fedshift.models.resnet import ResNet18
+from tests.presets_data import write_all
+
+PROTOCOLS = {"B1", "B2", "B3", "I1", "I2", "I3", "I4", "I5", "C1", "C2"}
+PROTOCOLS |= {"T1", "T2", "T3", "T4", "T5", "T6", "T7", "D1", "D2", "D3"}
+NAMES = [name for name in presets() if name != "default"]
+
+# clients that train and clients nobody has seen, at full scale on the generated files
+POPULATIONS = {
+    **dict.fromkeys([n for n in NAMES if n.startswith("brfl")], (20, 0)),
+    "brfl-100": (100, 0),
+    "attribute": (20, 0),
+    **dict.fromkeys([n for n in NAMES if n.startswith("digits")], (5, 0)),
+    "digits-domain": (4, 1),
+    **dict.fromkeys([n for n in NAMES if n.startswith("office")], (4, 0)),
+    "office-domain": (3, 1),
+    "office-unseen": (3, 1),
+    **dict.fromkeys([n for n in NAMES if n.startswith("domainnet")], (6, 0)),
+    "domainnet-domain": (5, 1),
+    "domainnet-unseen": (5, 1),
+    **dict.fromkeys([n for n in NAMES if n.startswith("pacs")], (4, 0)),
+    "camelyon17-feature": (5, 0),
+    "iwildcam-feature": (10, 0),
+    "pacs-label-skew": (50, 0),
+    "domainnet-label-skew": (50, 0),
+    **dict.fromkeys([n for n in NAMES if n.startswith("new-clients")], (50, 50)),
+    "test-size-sweep": (50, 50),
+    "mixed-models": (50, 50),
+    "writers": (25, 25),
+    "writers-femnist": (5, 5),
+    "label-shift-sweep": (50, 50),
+    "rotations": (25, 25),
+}
+SMALL_POPULATIONS = {
+    **POPULATIONS,
+    **dict.fromkeys([n for n in NAMES if n.startswith("new-clients")], (20, 20)),
+    "test-size-sweep": (20, 20),
+    "mixed-models": (20, 20),
+    "label-shift-sweep": (20, 20),
+    "pacs-label-skew": (8, 0),
+    "domainnet-label-skew": (12, 0),
+}
+HUB = {
+    "cifar10-train": "uoft-cs/cifar10",
+    "cifar100": "uoft-cs/cifar100",
+    "mnist": "ylecun/mnist",
+    "femnist": "flwrlabs/femnist",
+    "fashion_mnist": "zalando-datasets/fashion_mnist",
+    "pacs": "flwrlabs/pacs",
+    "digits": "flwrlabs/usps",
+    "domainnet10": "wltjr1007/DomainNet",
+    "camelyon17": "wltjr1007/Camelyon17-WILDS",
+}
+# a few hundred images cannot be shared by fifty clients as thousands can
+FEW = {
+    **dict.fromkeys(["pacs-label-skew", "domainnet-label-skew"], ["partition.min-size=2"]),
+    "label-shift-sweep": ["partition.min-size=1"],
+    "digits-scaling": ['sweep={"partition.clients-per-domain"=[1,2,4]}'],
+}
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Files of every layout in a folder that is $FEDSHIFT_DATA for these tests."""
+    root = tmp_path_factory.mktemp("data")
+    write_all(root)
+    torch.manual_seed(2024)  # not the start of any run
+    save_file(ResNet18().make((3, 32, 32), classes=1000).state_dict(), root / "resnet18-imagenet.safetensors")
+    before = os.environ.get("FEDSHIFT_DATA")
+    os.environ["FEDSHIFT_DATA"] = str(root)
+    yield root
+    if before is None:
+        del os.environ["FEDSHIFT_DATA"]
+    else:
+        os.environ["FEDSHIFT_DATA"] = before
+
+
+def _full(name: str, *changes: str) -> Experiment:
+    """The preset as it is published, on images small enough for a test."""
+    plain = Experiment.load(name)
+    side = {"alexnet": 64}.get(plain.models[0].name, 32)
+    smaller = [f"data.size={side}"] if (plain.data.size or 0) > side else []
+    return Experiment.load(name, [*smaller, *FEW.get(name, []), *changes])
+
+
+def _small(name: str, *changes: str) -> Experiment:
+    """FedAvg alone at small scale, one step of four images a round."""
+    quick = ["rounds=2", "baselines=false", 'method=[{name="fedavg"}]', "evaluate.every=0"]
+    steps = ["train.local-steps=1", "train.batch-size=4"]
+    return Experiment.load(name, ["scale=small", *quick, *steps, *FEW.get(name, []), "sweep={}", *changes])
+
+
+def _id(title: str) -> str:
+    found = re.match(r"([BICTD]\d): \w", title)
+    assert found, title
+    return found[1]
+
+
+# ---- what is written down --------------------------------------------------------------------------------------------------
+
+
+def test_every_protocol_has_a_preset() -> None:
+    titles = {name: Experiment.load(name).title for name in NAMES}
+    assert {_id(title) for title in titles.values()} == PROTOCOLS
+    assert len(set(titles.values())) == len(titles)
+    for name, title in titles.items():
+        assert (PRESETS / f"{name}.toml").read_text().startswith(f"# {_id(title)}: "), name
+
+
+def test_the_tables_above_know_every_preset() -> None:
+    assert set(POPULATIONS) == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_small_scale_is_smaller(name: str) -> None:
+    full, small = Experiment.load(name), Experiment.load(name, ["scale=small"])
+    assert (full.scale, small.scale) == ("full", "small")
+    assert small.rounds < full.rounds
+    assert len(small.seeds) == 1 < 3 <= len(full.seeds)
+    assert 1 <= len(list(small.variants())) <= max(2, len(list(full.variants())))
+    assert len(small.method) <= len(full.method)
+    assert {m.name for m in small.method} <= {m.name for m in full.method} | {"finetune"}
+    assert {m.name for m in full.method} & {"fedavg"}
+    work = [e.train.get("local-steps", 0) + e.train.get("local-epochs", 0) for e in (small, full)]
+    images = [(e.data.limit or 1e9, e.data.size or 1e9, e.split.get("train-limit") or 1e9) for e in (small, full)]
+    assert work[0] < work[1] or images[0] < images[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_says_what_it_needs(name: str) -> None:
+    spec = Experiment.load(name).data
+    assert len(spec.needs) > 60
+    assert "\n" not in spec.needs
+    assert "split" in spec.needs  # whether the file's own is used
+    assert "$FEDSHIFT_DATA" in spec.source
+    for word, hub in HUB.items():
+        if re.search(rf"FEDSHIFT_DATA/{word}\b", spec.source):
+            assert hub in spec.needs, word
+    if name in ("rotations", "writers"):  # their default is a file of ours, so they name what the hub has instead
+        assert "ylecun/mnist" in spec.needs or "writers-femnist" in spec.needs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_own_split_is_used_where_the_preset_says_so(name: str) -> None:
+    experiment = Experiment.load(name)
+    used = experiment.split.get("from-file", False) or experiment.partition.kind == "dirichlet-new"
+    assert used == bool(re.search(r"own (train and test )?split is used", experiment.data.needs))
+
+
+# ---- tasks at full scale ---------------------------------------------------------------------------------------------------
+
+
+def _check(task: Task, experiment: Experiment, clients: int, unseen: int) -> None:
+    assert len(task.clients) == clients
+    # of a hundred images dealt by Dirichlet some new clients get nothing, and are left out
+    fewest = unseen // 2 if experiment.partition.kind == "dirichlet-new" else unseen
+    assert fewest <= len(task.unseen) <= unseen
+    assert list(task.streams) == [stream.name for stream in experiment.stream]
+    owned = [getattr(c, part) for c in (*task.clients, *task.unseen) for part in ("train", "val", "test")]
+    together = torch.cat(owned)
+    assert len(together) == len(together.unique())  # nobody owns an image twice, nor together with somebody else
+    assert all(len(client.train) for client in task.clients)
+    for stream in task.streams.values():
+        assert set(stream.index) == {client.name for client in (*task.clients, *task.unseen)}
+        assert sum(len(index) for index in stream.index.values()) > 0
+    if experiment.split["val"]:
+        assert sum(len(client.val) for client in task.clients) > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_full_scale_builds_and_every_method_fits(name: str, data: Path) -> None:
+    experiment = _full(name)
+    task = make_task(experiment, seed=0)
+    _check(task, experiment, *POPULATIONS[name])
+    networks = ['model.size="tiny"'] if name == "pacs-vit" else []
+    light = _full(name, *networks)
+    for spec in light.method:
+        setup = make_setup(light, spec, task)
+        assert setup.method.arch.classes == len(task.classes)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if Experiment.load(n).sweep])
+def test_every_point_of_a_sweep_is_a_task(name: str, data: Path) -> None:
+    tasks = {}
+    for point, variant in _full(name, "data.size=32").variants():
+        tasks[str(point)] = make_task(variant, seed=0)
+    data_changes = any(key.startswith(("partition", "split")) for key in Experiment.load(name).sweep)
+    assert len({task.hash for task in tasks.values()}) == (len(tasks) if data_changes else 1)
+
+
+# ---- runs at small scale ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_rounds_of_fedavg(name: str, data: Path, tmp_path: Path) -> None:
+    experiment = _small(name)
+    clients, unseen = SMALL_POPULATIONS[name]
+    task = make_task(experiment, seed=0)
+    _check(task, experiment, clients, unseen)
+    result = run(experiment, tmp_path, engine="sequential", device="cpu")
+    (row,) = result.rows
+    assert (row.method, row.adapter) == ("fedavg", "none")
+    strangers = [c.name for c in task.unseen]
+    for stream in task.streams.values():
+        scored = [name for name, index in stream.index.items() if len(index)]
+        for population, count in (
+            ("clients", len(set(scored) - set(strangers))),
+            ("unseen", len(set(scored) & set(strangers))),
+        ):
+            if population == "unseen" and not strangers:
+                continue
+            (numbers,) = row.values["last", f"global/{stream.name}/{population}"]
+            assert numbers["clients"] == count
+            if count:
+                assert 0 <= numbers["worst"] <= numbers["avg"] <= 100
+                assert 0 <= numbers["all"] <= 100
+                assert math.isfinite(numbers["loss"])
+    lines = [line for line in (result.folders[0] / "metrics.jsonl").read_text().splitlines() if "train/loss" in line]
+    assert len(lines) == 2
+
+
+# ---- other layouts ---------------------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "brfl": [
+        "data.source=parquet:$FEDSHIFT_DATA/cifar10",
+        "stream.natural.source=folder:$FEDSHIFT_DATA/cifar10.1",
+        "stream.natural-without-frog.source=folder:$FEDSHIFT_DATA/cifar10.1",
+    ],
+    "attribute": [
+        "stream.shifted.source=folder:$FEDSHIFT_DATA/cifar10.1",
+        "stream.shifted-without-frog.source=folder:$FEDSHIFT_DATA/cifar10.1",
+    ],
+    "label-shift-sweep": ["data.source=parquet:$FEDSHIFT_DATA/cifar10"],
+    "pacs-feature": ["data.source=parquet:$FEDSHIFT_DATA/pacs"],
+    "domainnet-feature": ["data.source=parquet:$FEDSHIFT_DATA/domainnet10.parquet"],
+    "rotations": ["data.source=parquet:$FEDSHIFT_DATA/mnist"],
+    "new-clients-mnist": ["data.source=parquet:$FEDSHIFT_DATA/writers.parquet"],
+    "office-covariate": ["split.from-file=false"],
+    "digits-covariate": ["data.source=parquet:$FEDSHIFT_DATA/digits*.parquet", "data.columns={}"],
+    "camelyon17-feature": ['data.columns={client="center"}'],
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_the_preset_says_also_works(name: str, data: Path) -> None:
+    if name == "rotations":
+        experiment = _full(name, *LAYOUTS[name], "data.limit=300")
+    else:
+        experiment = _full(name, *LAYOUTS[name])
+    _check(make_task(experiment, seed=0), experiment, *POPULATIONS[name])
+
+
+def test_both_layouts_of_cifar10_have_the_same_classes(data: Path) -> None:
+    sources = ["parquet:$FEDSHIFT_DATA/cifar10-t*.parquet", "parquet:$FEDSHIFT_DATA/cifar10"]
+    a, b = (load(source, None, None, 3, cache_folder()) for source in sources)
+    assert a.classes == b.classes
+    assert a.splits is not None
+    assert b.splits is not None
+    assert a.splits.bincount().tolist() == b.splits.bincount().tolist() == [300, 0, 100]
+
+
+# ---- what makes each protocol what it is --------------------------------------------------------------------------------------
+
+
+def _task(name: str, *changes: str) -> Task:
+    return make_task(_full(name, *changes), seed=0)
+
+
+@pytest.mark.parametrize(("name", "part"), [("digits-covariate", "val"), ("camelyon17-feature", "test")])
+def test_photographs_and_slides_stay_on_one_side(name: str, part: str, data: Path) -> None:
+    spec = _full(name).data
+    groups = load(spec.source, spec.columns, spec.size, 3, cache_folder()).groups
+    assert groups is not None
+    shared = 0
+    for client in _task(name).clients:
+        train, other = set(groups[client.train].tolist()), set(groups[getattr(client, part)].tolist())
+        assert not train & other
+        shared += len(client.train) - len(train)
+    assert shared > 0  # several images of one photograph do exist
+
+
+def test_brfl_streams(data: Path) -> None:
+    task = _task("brfl")
+    assert {len(c.train) + len(c.val) + len(c.test) for c in task.clients} == {20}
+    frog = task.classes.index("frog")
+    natural, without = task.streams["natural"], task.streams["natural-without-frog"]
+    for client in task.clients:
+        labels = natural.labels[natural.index[client.name]]
+        assert sorted(without.index[client.name].tolist()) == sorted(
+            natural.index[client.name][labels != frog].tolist()
+        )
+        # the natural set follows the client's own test labels
+        own = task.labels[client.test]
+        assert set(labels.tolist()) <= set(own.tolist())
+        others = task.streams["out-of-client"].index[client.name]
+        assert len(others) == len(client.test)
+        assert not set(others.tolist()) & set(torch.cat([client.train, client.val, client.test]).tolist())
+    assert len(task.streams["mixture"].labels) % 4 == 0
+
+
+def test_severities_show_the_same_images(data: Path) -> None:
+    task = _task("brfl-severity")
+    streams = [task.streams[f"severity-{s}"] for s in range(1, 6)]
+    first = streams[0]
+    assert first.images is not None
+    for stream in streams[1:]:
+        assert stream.images is not None
+        assert torch.equal(stream.ids, first.ids)
+        assert all(torch.equal(stream.index[name], first.index[name]) for name in first.index)
+        assert not torch.equal(stream.images, first.images)
+
+
+@pytest.mark.parametrize("name", ["digits-domain", "office-domain", "domainnet-domain"])
+def test_everybody_is_tested_on_the_left_out_domain(name: str, data: Path) -> None:
+    for point, variant in _full(name).variants():
+        task = make_task(variant, seed=0)
+        (target,) = task.unseen
+        assert target.name == point["split.unseen"]
+        stream = task.streams["left-out"]
+        for client in (*task.clients, target):
+            assert sorted(stream.index[client.name].tolist()) == sorted(target.test.tolist())
+
+
+@pytest.mark.parametrize("name", ["office-unseen", "domainnet-unseen"])
+def test_a_tenth_of_the_target_domain(name: str, data: Path) -> None:
+    task = _task(name)
+    (target,) = task.unseen
+    whole, tenth = (task.streams[stream].index[target.name] for stream in ("original", "tenth"))
+    assert len(whole) == len(target.test)
+    assert len(tenth) == round(0.1 * len(whole))
+    assert set(tenth.tolist()) <= set(whole.tolist())
+
+
+def test_smaller_test_sets_are_parts_of_larger_ones(data: Path) -> None:
+    task = _task("test-size-sweep", "partition.clients=10")
+    for client in task.unseen:
+        parts = [set(task.streams[f"{10 * k}-percent"].index[client.name].tolist()) for k in range(1, 11)]
+        assert [len(part) for part in parts] == [round(k / 10 * len(client.test)) for k in range(1, 11)]
+        assert all(a <= b for a, b in zip(parts, parts[1:], strict=False))
+
+
+def test_new_clients_have_at_most_two_classes(data: Path) -> None:
+    for name in ("new-clients", "new-clients-mnist", "new-clients-fashion"):
+        task = _task(name)
+        for client in (*task.clients, *task.unseen):
+            assert 1 <= len(task.labels[torch.cat([client.train, client.val, client.test])].unique()) <= 2
+
+
+def test_superclass_clients_see_five_fine_classes(data: Path) -> None:
+    task = _task("new-clients-cifar100")
+    assert len(task.classes) == 100
+    for client in (*task.clients, *task.unseen):
+        fine = task.labels[torch.cat([client.train, client.val, client.test])].unique()
+        assert 1 <= len(fine) <= 5
+        assert len({int(label) % 20 for label in fine}) == 1
+
+
+def test_new_clients_of_the_label_shift_come_from_the_test_set(data: Path) -> None:
+    spec = _full("label-shift-sweep").data
+    splits = load(spec.source, None, spec.size, 3, cache_folder()).splits
+    assert splits is not None
+    task = _task("label-shift-sweep")
+    assert {int(splits[i]) for c in task.unseen for i in c.test} == {2}
+    assert {int(splits[i]) for c in task.clients for i in torch.cat([c.train, c.val])} == {0}
+
+
+def test_rotations_have_other_angles_for_new_clients(data: Path) -> None:
+    task = _task("rotations")
+    angles = task.provenance["angles"]
+    assert {angles[c.name] for c in task.clients} == {0, 30, 60}
+    assert {angles[c.name] for c in task.unseen} == {15, 45}
+    assert {len(c.test) for c in task.unseen} == {20}
+    assert {(len(c.train), len(c.val)) for c in task.clients} == {(17, 3)}
+
+
+def test_the_public_tenth_belongs_to_nobody(data: Path) -> None:
+    task = _task("mixed-models")
+    assert task.public is not None
+    assert len(task.public) == 40
+    owned = torch.cat([torch.cat([c.train, c.val, c.test]) for c in (*task.clients, *task.unseen)])
+    assert not torch.isin(owned, task.public).any()
+
+
+def test_pretrained_weights_are_used_and_asked_for(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = _full("domainnet-covariate")
+    task = make_task(experiment, seed=0)
+    start = make_setup(experiment, experiment.method[0], task).method.arch.init(0)
+    saved = ResNet18(weights=str(data / "resnet18-imagenet.safetensors")).make((3, 32, 32), 10).state_dict()
+    assert torch.equal(start["body.conv1.weight"], saved["body.conv1.weight"])
+    scratch = _full("domainnet-covariate", "model.weights=")
+    assert not torch.equal(
+        make_setup(scratch, scratch.method[0], task).method.arch.init(0)["body.conv1.weight"],
+        saved["body.conv1.weight"],
+    )
+    monkeypatch.setenv("FEDSHIFT_DATA", str(data / "nowhere"))
+    with pytest.raises(UserError, match="there is no weights file"):
+        make_setup(experiment, experiment.method[0], task)
+
+
+def test_missing_data_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("FEDSHIFT_DATA", raising=False)
+    with pytest.raises(UserError, match="FEDSHIFT_DATA, which is not set"):
+        make_task(Experiment.load("brfl"), seed=0)
+    monkeypatch.setenv("FEDSHIFT_DATA", str(tmp_path))
+    with pytest.raises(UserError, match="no Parquet file matches"):
+        make_task(Experiment.load("brfl"), seed=0)
