@@ -18,10 +18,21 @@ from PIL import Image
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 DIGITS = tuple("0123456789")
-FASHION = tuple("T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot".split(","))
-OFFICE = tuple("backpack bike calculator headphones keyboard laptop monitor mouse mug projector".split())
-PACS = tuple("dog elephant giraffe guitar horse house person".split())
-DOMAINNET = tuple("bird feather headphones ice_cream teapot tiger whale windmill wine_glass zebra".split())
+FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+OFFICE = ("backpack", "bike", "calculator", "headphones", "keyboard", "laptop", "monitor", "mouse", "mug", "projector")
+PACS = ("dog", "elephant", "giraffe", "guitar", "horse", "house", "person")
+DOMAINNET = (
+    "bird",
+    "feather",
+    "headphones",
+    "ice_cream",
+    "teapot",
+    "tiger",
+    "whale",
+    "windmill",
+    "wine_glass",
+    "zebra",
+)
 DOMAINNET_DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
 PACS_DOMAINS = ("art_painting", "cartoon", "photo", "sketch")
 OFFICE_DOMAINS = ("amazon", "caltech10", "dslr", "webcam")
@@ -168,7 +179,11 @@ def domainnet(painter: Painter, root: Path) -> None:
     write_parquet(
         root / "domainnet10.parquet",
         [painter.encoded(label, 40) for _, label in rows],
-        {"domain": [r[0] for r in rows], "label": [r[1] for r in rows], "image_path": [f"{d}/{c}.jpg" for d, c in rows]},
+        {
+            "domain": [r[0] for r in rows],
+            "label": [r[1] for r in rows],
+            "image_path": [f"{d}/{c}.jpg" for d, c in rows],
+        },
         {"domain": DOMAINNET_DOMAINS, "label": DOMAINNET},
     )
 

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -71,9 +72,12 @@ HUB = {
     "domainnet10": "wltjr1007/DomainNet",
     "camelyon17": "wltjr1007/Camelyon17-WILDS",
 }
+REAL = os.environ.get("FEDSHIFT_DATA")  # before the fixture below puts generated files in its place
+
 # a few hundred images cannot be shared by fifty clients as thousands can
 FEW = {
-    **dict.fromkeys(["pacs-label-skew", "domainnet-label-skew"], ["partition.min-size=2"]),
+    "pacs-label-skew": ["partition.min-size=2"],
+    "domainnet-label-skew": ["partition.min-size=2"],
     "label-shift-sweep": ["partition.min-size=1"],
     "digits-scaling": ['sweep={"partition.clients-per-domain"=[1,2,4]}'],
 }
@@ -116,7 +120,7 @@ def _id(title: str) -> str:
     return found[1]
 
 
-# ---- what is written down --------------------------------------------------------------------------------------------------
+# ---- what is written down ----------------------------------------------------------------------------------------------
 
 
 def test_every_protocol_has_a_preset() -> None:
@@ -167,7 +171,7 @@ def test_own_split_is_used_where_the_preset_says_so(name: str) -> None:
     assert used == bool(re.search(r"own (train and test )?split is used", experiment.data.needs))
 
 
-# ---- tasks at full scale ---------------------------------------------------------------------------------------------------
+# ---- tasks at full scale -----------------------------------------------------------------------------------------------
 
 
 def _check(task: Task, experiment: Experiment, clients: int, unseen: int) -> None:
@@ -208,7 +212,7 @@ def test_every_point_of_a_sweep_is_a_task(name: str, data: Path) -> None:
     assert len({task.hash for task in tasks.values()}) == (len(tasks) if data_changes else 1)
 
 
-# ---- runs at small scale ---------------------------------------------------------------------------------------------------
+# ---- runs at small scale -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -239,7 +243,7 @@ def test_two_rounds_of_fedavg(name: str, data: Path, tmp_path: Path) -> None:
     assert len(lines) == 2
 
 
-# ---- other layouts ---------------------------------------------------------------------------------------------------------
+# ---- other layouts -----------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
     "brfl": [
@@ -254,7 +258,7 @@ LAYOUTS = {
     "label-shift-sweep": ["data.source=parquet:$FEDSHIFT_DATA/cifar10"],
     "pacs-feature": ["data.source=parquet:$FEDSHIFT_DATA/pacs"],
     "domainnet-feature": ["data.source=parquet:$FEDSHIFT_DATA/domainnet10.parquet"],
-    "rotations": ["data.source=parquet:$FEDSHIFT_DATA/mnist"],
+    "rotations": ["data.source=parquet:$FEDSHIFT_DATA/mnist", "data.limit=300"],
     "new-clients-mnist": ["data.source=parquet:$FEDSHIFT_DATA/writers.parquet"],
     "office-covariate": ["split.from-file=false"],
     "digits-covariate": ["data.source=parquet:$FEDSHIFT_DATA/digits*.parquet", "data.columns={}"],
@@ -264,10 +268,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_the_preset_says_also_works(name: str, data: Path) -> None:
-    if name == "rotations":
-        experiment = _full(name, *LAYOUTS[name], "data.limit=300")
-    else:
-        experiment = _full(name, *LAYOUTS[name])
+    experiment = _full(name, *LAYOUTS[name])
     _check(make_task(experiment, seed=0), experiment, *POPULATIONS[name])
 
 
@@ -280,7 +281,7 @@ def test_both_layouts_of_cifar10_have_the_same_classes(data: Path) -> None:
     assert a.splits.bincount().tolist() == b.splits.bincount().tolist() == [300, 0, 100]
 
 
-# ---- what makes each protocol what it is --------------------------------------------------------------------------------------
+# ---- what makes each protocol what it is -------------------------------------------------------------------------------
 
 
 def _task(name: str, *changes: str) -> Task:
@@ -357,7 +358,7 @@ def test_smaller_test_sets_are_parts_of_larger_ones(data: Path) -> None:
     for client in task.unseen:
         parts = [set(task.streams[f"{10 * k}-percent"].index[client.name].tolist()) for k in range(1, 11)]
         assert [len(part) for part in parts] == [round(k / 10 * len(client.test)) for k in range(1, 11)]
-        assert all(a <= b for a, b in zip(parts, parts[1:], strict=False))
+        assert all(a <= b for a, b in pairwise(parts))
 
 
 def test_new_clients_have_at_most_two_classes(data: Path) -> None:
@@ -425,3 +426,52 @@ def test_missing_data_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("FEDSHIFT_DATA", str(tmp_path))
     with pytest.raises(UserError, match="no Parquet file matches"):
         make_task(Experiment.load("brfl"), seed=0)
+
+
+# ---- the real files, where they are --------------------------------------------------------------------------------------
+
+needs_real = pytest.mark.skipif(REAL is None, reason="needs the real files: set FEDSHIFT_DATA to their folder")
+AT_HAND = {  # what the files of ../shared/data hold, as clients and unseen clients
+    **{name: POPULATIONS[name] for name in NAMES if name.startswith(("brfl", "digits", "office", "pacs"))},
+    **{name: POPULATIONS[name] for name in ("attribute", "new-clients", "new-clients-fashion", "label-shift-sweep")},
+    **{name: POPULATIONS[name] for name in ("test-size-sweep", "rotations", "mixed-models")},
+    "writers": (120, 120),
+}
+AT_HAND.pop("brfl-imagenet32")
+
+
+def _real(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[Experiment, Task]:
+    assert REAL is not None
+    monkeypatch.setenv("FEDSHIFT_DATA", REAL)
+    plain = Experiment.load(name)
+    experiment = Experiment.load(name, ["data.size=32"] if (plain.data.size or 0) > 32 else [])
+    return experiment, make_task(experiment, seed=0)
+
+
+@pytest.mark.long
+@needs_real
+@pytest.mark.parametrize("name", AT_HAND)
+def test_real_task(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment, task = _real(monkeypatch, name)
+    _check(task, experiment, *AT_HAND[name])
+
+
+@pytest.mark.long
+@needs_real
+def test_real_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, brfl = _real(monkeypatch, "brfl")
+    assert {(len(c.train), len(c.val), len(c.test)) for c in brfl.clients} == {(1050, 350, 350)}
+    natural = {name: len(index) for name, index in brfl.streams["natural"].index.items()}
+    assert 1900 <= sum(natural.values()) <= 2000  # what the rounding leaves over is dropped
+    assert {name: len(index) for name, index in brfl.streams["mixture"].index.items()} == {
+        name: 4 * count for name, count in natural.items()
+    }
+    _, digits = _real(monkeypatch, "digits-covariate")
+    assert {len(client.train) for client in digits.clients} == {743}  # synfont too, though it has fewer to draw from
+    assert {c.name: len(c.test) for c in digits.clients} == {
+        **dict.fromkeys(["mnist", "mnist_m", "svhn"], 2000),
+        "usps": 2007,
+        "synfont": 1000,
+    }
+    _, office = _real(monkeypatch, "office-covariate")
+    assert {c.name: len(c.test) for c in office.clients} == {"amazon": 192, "caltech10": 225, "dslr": 31, "webcam": 58}

@@ -225,7 +225,7 @@ def test_the_counts_are_those_of_the_saved_model(tmp_path: Path) -> None:
 
 
 def test_the_worst_tenth_of_many_clients() -> None:
-    scores = {f"c{i:02d}": Score(10 + i, (7 * i) % 10, 1.0) for i in range(25)}
+    scores = {f"c{i:02d}": Score(10 + i, 1 + (7 * i) % 10, 1.0) for i in range(25)}
     summary = summarise(scores)
     expected = by_hand({name: [s.samples, s.correct, s.loss] for name, s in scores.items()})
     for part, value in expected.items():

@@ -240,11 +240,6 @@ def test_a_rotated_task_with_less_training_data_is_the_same_with_a_cache(case: s
         assert torch.equal(task.images, fresh.images)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="task._load turns only what a client still holds, _make all it owned: the hash differs, the entry is deleted",
-)
 @pytest.mark.parametrize("case", SMALLER)
 def test_the_cache_serves_rotated_tasks_with_less_training_data(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -69,6 +69,8 @@ def make_task(experiment: Experiment, seed: int, data: Pool | Task | None = None
     shape = tuple(pool.images.shape[1:])
 
     def another(source: str, columns: Mapping[str, str]) -> Pool:
+        if shape[1] != shape[2]:
+            raise UserError(f"images of {source} can join square ones only, not {shape[2]}x{shape[1]}; set [data] size")
         return load(source, columns or None, int(shape[1]), int(shape[0]), cache)
 
     return build(pool, partition, splitting, streams, data_seed, cache, rotation, another)

@@ -154,6 +154,9 @@ class DirichletNew(Partition):
         owned: dict[str, Tensor] = {}
         for stem, code, draw in self._draws():
             rows = (pool.splits == code).nonzero().flatten()
+            if not len(rows):
+                part = "training" if code == 0 else "test"
+                raise UserError(f"the partition {self.name} found no {part} images in the file's own split")
             parts = draw.cut(pool.labels[rows], seed_of(seed, self.name, stem))
             owned |= numbered(stem, [rows[part] for part in parts])
         return owned

@@ -24,6 +24,12 @@ class Rotation:
     seen: tuple[float, ...] = ()
     unseen: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Refuse angles that are none."""
+        for angle in (*self.seen, *self.unseen):
+            if not math.isfinite(angle):
+                raise UserError(f"[rotation] angles must be finite numbers, not {angle}")
+
     def angles(self, seen: Sequence[str], unseen: Sequence[str]) -> dict[str, float]:
         """Every client's own angle.
 

@@ -202,7 +202,9 @@ def choose_unseen(names: Sequence[str], unseen: float | Sequence[str], seed: int
         chosen = _drawn(names, unseen, seed)
     else:
         wanted = {unseen} if isinstance(unseen, str) else set(unseen)  # one name alone is also a sequence of letters
-        matched = {wish: {name for name in names if fnmatchcase(name, wish)} for wish in wanted - set(names) if "*" in wish}
+        matched = {
+            wish: {name for name in names if fnmatchcase(name, wish)} for wish in wanted - set(names) if "*" in wish
+        }
         chosen = {name for wish in wanted for name in matched.get(wish) or {wish}}
         _known(names, chosen)
         if chosen and chosen >= set(names):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, TypeVar
 
 import torch
@@ -50,6 +50,7 @@ class Scene:
     content: Tensor  # ids of the pool's images
     tests: Mapping[str, Tensor]  # client -> its test images
     unseen: frozenset[str]  # clients of ``tests`` that do not train
+    trained: Tensor  # images that somebody trains on or chooses by
     made: Mapping[str, Stream]  # streams before this one
     load: Callable[[str, Mapping[str, str]], Pool]  # another source in the same image size
     seed: int
@@ -85,6 +86,10 @@ class StreamKind:
         """Refuse settings that cannot be meant."""
         if self.passes < 1 or self.chunk < 0:
             raise UserError(f"stream {self.kind}: passes must be at least 1 and chunk not negative")
+        if self.reset == "chunk" and not self.chunk:
+            raise UserError(
+                f'stream {self.kind}: reset = "chunk" needs chunk, the number of samples that arrive together'
+            )
         if not 0 < self.fraction <= 1:
             raise UserError(f"stream {self.kind}: fraction must lie in (0, 1], not {self.fraction}")
 
@@ -193,33 +198,41 @@ class Corrupted(StreamKind):
                 raise UserError(f"there is no corruption {name!r}; there are: {', '.join(corruptions.NAMES)}")
 
     def shown(self, scene: Scene) -> Shown:
-        """Corrupt every image once, whoever is shown it; or each client's copy at its own severity."""
+        """Corrupt every image once, whoever is shown it."""
         base = _of(scene, self.of, self.kind)
-        seed = rng.seed_of(scene.seed, "stream", self.kind)
         if self.gradual:
-            return self._gradual(base, seed, scene.seed)
+            return base
         used = _union(base.index.values())
-        images = corruptions.corrupt_mixed(base.images[used], self.severity, seed, base.ids[used], self.names)
+        images = corruptions.corrupt_mixed(
+            base.images[used], self.severity, self._seed(scene), base.ids[used], self.names
+        )
         place = torch.full((len(base.images),), -1, dtype=torch.int64)
         place[used] = torch.arange(len(used))
         index = {client: place[positions] for client, positions in base.index.items()}
         return Shown(images, base.labels[used], base.ids[used], index, own=True)
 
-    def _gradual(self, base: Shown, seed: int, order_seed: int) -> Shown:
-        arrivals = {client: self._arrival(positions, base, order_seed) for client, positions in base.index.items()}
+    def make(self, name: str, scene: Scene) -> Stream:
+        """Where severity rises along the stream, images are corrupted in the order in which they arrive."""
+        stream = super().make(name, scene)
+        if not self.gradual:
+            return stream
+        images = scene.pool.images if stream.images is None else stream.images
         parts, index, start = [], {}, 0
-        for client, positions in arrivals.items():
-            steps = torch.arange(len(positions)) * self.severity // max(len(positions), 1) + 1
-            own = torch.empty_like(base.images[positions])
-            for severity in steps.unique().tolist():
-                here = steps == severity
-                chosen = positions[here]
-                own[here] = corruptions.corrupt_mixed(base.images[chosen], severity, seed, base.ids[chosen], self.names)
-            parts.append((own, base.labels[positions], base.ids[positions]))
+        for client, positions in stream.index.items():
+            severities = torch.arange(len(positions)) * self.severity // max(len(positions), 1) + 1
+            own = images[positions].clone()
+            for severity in severities.unique().tolist():
+                here = severities == severity
+                ids = stream.ids[positions[here]]
+                own[here] = corruptions.corrupt_mixed(own[here], severity, self._seed(scene), ids, self.names)
+            parts.append((own, stream.labels[positions], stream.ids[positions]))
             index[client] = torch.arange(start, start + len(positions))
             start += len(positions)
-        images, labels, ids = (torch.cat([part[i] for part in parts]) for i in range(3))
-        return Shown(images, labels, ids, index, own=True)
+        shown, labels, ids = (torch.cat([part[i] for part in parts]) for i in range(3))
+        return replace(stream, images=shown, labels=labels, ids=ids, index=index)
+
+    def _seed(self, scene: Scene) -> int:
+        return rng.seed_of(scene.seed, "stream", self.kind)
 
 
 @stream_kind("out-of-client")
@@ -234,8 +247,11 @@ class OutOfClient(StreamKind):
         for client, own in scene.tests.items():
             others = [positions for name, positions in seen.items() if name != client]
             if not others:
-                raise UserError(f"stream {self.kind} needs at least two clients")
+                raise UserError(f"stream {self.kind} needs at least two training clients")
             pool = torch.cat(others)
+            pool = pool[
+                ~torch.isin(scene.content[pool], scene.content[own])
+            ]  # another client may hold the same picture
             keys = rng.bits(rng.seed_of(scene.seed, self.kind, client), scene.content[pool])
             index[client] = pool[keys.argsort(stable=True)[: len(own)]]
         return Shown(scene.pool.images, scene.pool.labels, scene.content, index, own=False)
@@ -247,7 +263,8 @@ class Natural(StreamKind):
     """Images of another source with the same classes, shared out in proportion to the clients' own test labels.
 
     Client k gets ``floor(h_kc n_c / sum_j h_jc)`` images of class c (``h`` its test histogram, ``n_c`` the source's), in
-    the source's order and without overlap; what the rounding leaves over is dropped (BRFL, section 8.1).
+    the source's order and without overlap; what the rounding leaves over is dropped (BRFL, section 8.1). Images that
+    somebody trains on are not among the ``n_c``.
     """
 
     source: str = ""
@@ -258,7 +275,8 @@ class Natural(StreamKind):
         if not self.source:
             return ""
         other = load(self.source, self.columns)
-        return hashlib.blake2b(other.content().numpy().tobytes() + other.labels.numpy().tobytes()).hexdigest()[:32]
+        parts = (other.content().numpy().tobytes(), other.labels.numpy().tobytes(), "\x1f".join(other.classes).encode())
+        return hashlib.blake2b(b"".join(parts)).hexdigest()[:32]
 
     def shown(self, scene: Scene) -> Shown:
         """Class by class, client after client."""
@@ -271,10 +289,12 @@ class Natural(StreamKind):
                 f"the task ({', '.join(scene.pool.classes[:3])}, ...)"
             )
         classes = len(other.classes)
+        content = other.content()
+        fresh = ~torch.isin(content, scene.content[scene.trained])  # a picture somebody trains on is no test
         hists = torch.stack([torch.bincount(scene.pool.labels[t], minlength=classes) for t in scene.tests.values()])
         chosen: dict[str, list[Tensor]] = {client: [] for client in scene.tests}
         for c in range(classes):
-            members = (other.labels == c).nonzero().flatten()
+            members = ((other.labels == c) & fresh).nonzero().flatten()
             total = int(hists[:, c].sum())
             counts = hists[:, c] * len(members) // total if total else torch.zeros(len(hists), dtype=torch.int64)
             for client, part in zip(
@@ -282,7 +302,7 @@ class Natural(StreamKind):
             ):
                 chosen[client].append(part)
         index = {client: torch.cat(parts) for client, parts in chosen.items()}
-        return Shown(other.images, other.labels, other.content(), index, own=True)
+        return Shown(other.images, other.labels, content, index, own=True)
 
 
 @stream_kind("mixture")
@@ -294,9 +314,9 @@ class Mixture(StreamKind):
 
     def shown(self, scene: Scene) -> Shown:
         """Copies, because the parts live in different places."""
-        if len(self.of) < 2:
+        if len(set(self.of)) < max(2, len(self.of)):
             raise UserError(
-                f'stream {self.kind} needs at least two earlier streams, for instance of = ["original", "corrupted"]'
+                f'stream {self.kind} needs at least two different earlier streams, for instance of = ["a", "b"]'
             )
         parts = [_of(scene, name, self.kind) for name in self.of]
         images, labels, ids, index, start = [], [], [], {}, 0

@@ -160,6 +160,8 @@ def build(
     """
     splitting, rotation, another = splitting or Splitting(), rotation or Rotation(), load or _no_other_source
     streams = dict(streams or {})
+    for reserved in {*PARTS, "public"} & set(streams):
+        raise UserError(f"a stream cannot be called {reserved!r}")
     content = pool.content()
     settings = {
         "format": FORMAT,
@@ -228,11 +230,12 @@ def _make(
         if len(client.test) == 0 and (tested or client.name not in seen):
             raise UserError(f"client {client.name!r} has no test images left; use fewer or larger clients")
     angles = rotation.angles([client.name for client in clients], [client.name for client in strangers])
-    pool = rotation.apply(pool, owned, angles) if rotation else pool
+    pool = _turned(pool, (*clients, *strangers), rotation, angles)
     tests = {client.name: client.test for client in (*clients, *strangers)}
+    trained = torch.cat([part for client in clients for part in (client.train, client.val)])
     made: dict[str, Stream] = {}
     for name, kind in streams.items():
-        made[name] = kind.make(name, Scene(pool, content, tests, frozenset(unseen), dict(made), load, seed))
+        made[name] = kind.make(name, Scene(pool, content, tests, frozenset(unseen), trained, dict(made), load, seed))
     counts = {"images": len(pool), "clients": len(clients), "unseen": len(strangers), "duplicates-removed": removed}
     return Task(
         images=pool.images,
@@ -245,6 +248,14 @@ def _make(
         public=public if len(public) else None,
         provenance={"counts": counts, **({"angles": angles} if rotation else {})},
     )
+
+
+def _turned(pool: Pool, clients: Sequence[Client], rotation: Rotation, angles: Mapping[str, float]) -> Pool:
+    """Every client's images under its own angle."""
+    if not rotation:
+        return pool
+    owned = {client.name: torch.cat([client.train, client.val, client.test]) for client in clients}
+    return rotation.apply(pool, owned, angles)
 
 
 def _public(groups: Tensor, fraction: float, seed: int) -> Tensor:
@@ -351,9 +362,7 @@ def _load(folder: Path, pool: Pool, content: Tensor, rotation: Rotation) -> Task
         shutil.rmtree(folder, ignore_errors=True)
         return None
     count = len(facts["clients"])
-    if rotation:
-        whole = {client.name: torch.cat([client.train, client.val, client.test]) for client in clients}
-        pool = rotation.apply(pool, whole, facts["provenance"]["angles"])
+    pool = _turned(pool, clients, rotation, rotation.angles(names[:count], names[count:]))
     task = Task(
         images=pool.images,
         labels=pool.labels,

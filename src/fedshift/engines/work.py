@@ -216,15 +216,15 @@ def evaluate(
     state: Tree | None = None
     for part in parts:
         samples, setting = task.samples(client, part), task.setting(part)
-        start = None if setting.reset != "never" else state
+        state = state if setting.reset == "never" else None
         correct, loss = 0, 0.0
-        for pass_ in range(setting.passes):
-            for logits, labels, current in predictions(adapter, deployed, samples, setting, seed, compute, start):
+        for number in range(setting.passes):
+            shown = predictions(adapter, deployed, samples, setting, seed, compute, state, fit=number == 0)
+            for logits, labels, current in shown:
                 state = current
-                if pass_ == setting.passes - 1:
+                if number == setting.passes - 1:
                     correct += int((logits.argmax(1) == labels).sum())
                     loss += float(F.cross_entropy(logits, labels, reduction="sum"))
-            start = state
         scores[client.name, part] = Score(len(samples), correct, loss)
     return scores
 
@@ -237,32 +237,38 @@ def predictions(
     setting: Setting,
     seed: int,
     compute: Compute,
-    start: Tree | None = None,
+    state: Tree | None = None,
+    fit: bool = True,
 ) -> Iterator[tuple[Tensor, Tensor, Tree]]:
-    """Logits, labels and the adapter's state, chunk by chunk, in the order of the stream."""
-    wanted = adapter.draws()
-    state = adapter.init(deployed) if start is None else start
-    if type(adapter).fit is not Adapter.fit and start is None:
-        everything = pixels(samples.images, samples.index, compute.dtype).to(compute.device)
-        state = adapter.fit(state, everything, _draws(adapter, samples.ids[samples.index], seed, compute))
-    for index in chunks(samples.index, adapter.batch, setting.chunk):
-        draws = _draws(adapter, samples.ids[index], seed, compute) if wanted else {}
-        x = pixels(samples.images, index, compute.dtype).to(compute.device)
-        if setting.reset == "chunk":
+    """Logits, labels and the adapter's state, piece by piece, in the order of the stream.
+
+    ``state`` goes on from an earlier stream or pass. What an adapter may look at before it predicts (``fit``) is the whole
+    stream, or what arrives together where its state is reset then.
+    """
+    fits = fit and type(adapter).fit is not Adapter.fit
+    anew = setting.reset == "chunk"
+    arrivals = samples.index.split(setting.chunk or max(len(samples), 1))
+    for number, arrival in enumerate(arrivals):
+        if state is None or anew:
             state = adapter.init(deployed)
-        output, state = adapter.predict(state, x, draws)
-        yield output.logits.detach(), samples.labels[index].to(compute.device), state
+        if fits and (anew or number == 0):
+            seen = arrival if anew else samples.index
+            x = pixels(samples.images, seen, compute.dtype).to(compute.device)
+            state = adapter.fit(state, x, _draws(adapter, samples.ids[seen], seed, compute))
+        for index in chunks(arrival, adapter.batch):
+            x = pixels(samples.images, index, compute.dtype).to(compute.device)
+            output, state = adapter.predict(state, x, _draws(adapter, samples.ids[index], seed, compute))
+            yield output.logits.detach(), samples.labels[index].to(compute.device), state
 
 
-def chunks(index: Tensor, batch: int | None, arriving: int = 0) -> list[Tensor]:
-    """Cut a stream into what an adapter is given at once.
+def chunks(index: Tensor, batch: int | None) -> list[Tensor]:
+    """Cut what arrives together into what an adapter is given at once.
 
-    An adapter that needs batches gets its own size, or what arrives together if that is less; a last sample that would be
-    alone joins the batch before it. Others are given what arrives together.
+    An adapter that needs batches gets its own size, and a last sample that would be alone joins the batch before it.
     """
     if len(index) == 0:
         return []
-    size = min(batch or EVALUATION_CHUNK, arriving or len(index), len(index))
+    size = min(batch or EVALUATION_CHUNK, len(index))
     parts = list(index.split(size))
     if batch is not None and size > 1 and len(parts) > 1 and len(parts[-1]) == 1:
         parts = [*parts[:-2], torch.cat(parts[-2:])]
