@@ -18,6 +18,7 @@ CORE = ("torch", "numpy", "safetensors", "pydantic", "typer", "rich", "pillow", 
 EXTRAS = {
     "hub": ("datasets", "Hugging Face hub data sets"),
     "deploy": ("flwr", "federations over a network"),
+    "sim": ("ray", "simulated federations with Flower"),
     "serve": ("fastapi", "online adaptation behind HTTP"),
     "report": ("plotly", "interactive reports"),
     "track": ("tensorboard", "TensorBoard logs"),

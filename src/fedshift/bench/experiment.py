@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fedshift.errors import UserError
 
@@ -39,6 +39,16 @@ class Named(BaseModel):
     def options(self) -> dict[str, Any]:
         """The other keys, kebab-case."""
         return {_kebab(key): value for key, value in (self.model_extra or {}).items()}
+
+
+def _folder_name(value: str) -> str:
+    """Labels and names are also names of folders and files."""
+    if "/" in value or "\\" in value or value.startswith(".") or value != value.strip() or not value.isprintable():
+        raise ValueError(f"{value!r} cannot name a folder: no slashes, no leading dot, no space around it")
+    return value
+
+
+Label = Annotated[str, AfterValidator(_folder_name)]
 
 
 class DataSpec(Table):
@@ -85,14 +95,14 @@ class AdapterSpec(Named):
     """An entry of a method's ``adapters``: a name, or a table with options."""
 
     name: str
-    label: str = ""
+    label: Label = ""
 
 
 class MethodSpec(Named):
     """``[[method]]``: a training method, its options, and the adapters its models meet."""
 
     name: str
-    label: str = ""
+    label: Label = ""
     adapters: list[AdapterSpec] = Field(default_factory=lambda: [AdapterSpec(name="none")])
     train: dict[str, Any] = Field(default_factory=dict)  # overrides of [train] for this method
     model: dict[str, Any] = Field(default_factory=dict)  # overrides of [model]
@@ -126,7 +136,7 @@ class Experiment(Table):
     """
 
     title: str = ""
-    name: str = ""  # of the run folder; the file's name if it comes from a file
+    name: Label = ""  # of the run folder; the file's name if it comes from a file
     rounds: Annotated[int, Field(ge=0)] = 10
     seeds: Annotated[list[int], Field(min_length=1)] = Field(default_factory=lambda: [0])
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of clients in a round
@@ -266,15 +276,22 @@ def override(table: dict[str, Any], key: Sequence[str], value: Any) -> None:
         return
     inner = table.setdefault(head, {})
     if isinstance(inner, list):
-        named = [item for item in inner if rest[0] in (item.get("label"), item.get("name"))]
+        inner[:] = [{"name": item} if item == rest[0] else item for item in inner]  # a bare name becomes a table
+        named = [item for item in inner if rest[0] in _names(item)]
         if named and len(rest) > 1:
             inner, rest = named, rest[1:]
         for item in inner:
+            if not isinstance(item, dict):
+                raise UserError(f"{'.'.join(key)} cannot be set: {head!r} has no table called {rest[0]!r}")
             override(item, rest, value)
     elif isinstance(inner, dict):
         override(inner, rest, value)
     else:
         raise UserError(f"{'.'.join(key)} cannot be set, because {head!r} is not a table")
+
+
+def _names(item: Any) -> tuple[Any, ...]:
+    return (item.get("label"), item.get("name")) if isinstance(item, dict) else ()
 
 
 def _copied(value: Any) -> Any:

@@ -132,27 +132,75 @@ class Result:
 
 
 def collect(paths: Iterable[Path]) -> Result:
-    """Rows of all these run folders, grouped over seeds."""
-    grouped: dict[tuple[str, str, tuple[tuple[str, Any], ...]], list[tuple[int, list[Any], dict[str, float]]]] = {}
+    """Rows of all these run folders, grouped over seeds: runs whose settings differ in nothing else."""
     folders = list(paths)
-    for path in folders:
+    configs = {path: _config(path) for path in folders}
+    points = _points(configs)
+    grouped: dict[tuple[str, str, tuple[tuple[str, Any], ...]], list[tuple[int, list[Any], dict[str, float]]]] = {}
+    for path, config in configs.items():
         folder = RunFolder(path)
-        config = _config(path)
-        method = config["method"].get("label") or config["method"]["name"]
-        point = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in (config.get("sweep-point") or {}).items())
         lines = folder.lines()
-        cost = _cost(lines)
         for adapter, rows in folder.scores().items():
             whole = [*rows, *(_oracle(lines) if adapter == "none" else [])]
-            grouped.setdefault((method, adapter, point), []).append((config["seed"], whole, cost))
-    gathered: list[Row] = []
-    for (method, adapter, point), runs in grouped.items():
-        keys = list(dict.fromkeys((row["selection"], row["metric"]) for _, rows, _ in runs for row in rows))
-        by_key = {key: [r for _, rows, _ in runs for r in rows if (r["selection"], r["metric"]) == key] for key in keys}
-        complete = {key: found for key, found in by_key.items() if len(found) == len(runs)}
-        cost = {name: mean_and_std([c[name] for _, _, c in runs])[0] for name in runs[0][2]}
-        gathered.append(Row(method, adapter, point, tuple(seed for seed, _, _ in runs), complete, cost))
-    return Result(tuple(gathered), tuple(folders))
+            run = (config["seed"], whole, _cost(lines))
+            grouped.setdefault((_title(config), adapter, points[path]), []).append(run)
+    return Result(tuple(_row(*key, runs) for key, runs in grouped.items()), tuple(folders))
+
+
+def _row(
+    method: str,
+    adapter: str,
+    point: tuple[tuple[str, Any], ...],
+    runs: Sequence[tuple[int, list[Any], dict[str, float]]],
+) -> Row:
+    keys = list(dict.fromkeys((row["selection"], row["metric"]) for _, rows, _ in runs for row in rows))
+    by_key = {key: [r for _, rows, _ in runs for r in rows if (r["selection"], r["metric"]) == key] for key in keys}
+    complete = {key: found for key, found in by_key.items() if len(found) == len(runs)}
+    cost = {name: mean_and_std([c[name] for _, _, c in runs])[0] for name in runs[0][2]}
+    return Row(method, adapter, point, tuple(seed for seed, _, _ in runs), complete, cost)
+
+
+def _title(config: Mapping[str, Any]) -> str:
+    title: str = config["method"].get("label") or config["method"]["name"]
+    return title
+
+
+def _points(configs: Mapping[Path, Mapping[str, Any]]) -> dict[Path, tuple[tuple[str, Any], ...]]:
+    """What tells runs of one method apart: the sweep's values, and any other setting that differs between them."""
+    swept = {path: dict(config.get("sweep-point") or {}) for path, config in configs.items()}
+    flat = {path: _flat(config) for path, config in configs.items()}
+    extra: dict[Path, dict[str, Any]] = {path: {} for path in configs}
+    for title in dict.fromkeys(_title(config) for config in configs.values()):
+        members = [path for path, config in configs.items() if _title(config) == title]
+        known = {key for path in members for key in swept[path]}
+        for key in dict.fromkeys(key for path in members for key in flat[path]):
+            values = [flat[path].get(key) for path in members]
+            if key not in known and any(value != values[0] for value in values):
+                for path in members:
+                    extra[path][key] = flat[path].get(key)
+    # a swept key explains differences in the table it sets; what is left over is shown too
+    shown = {path: swept[path] or extra[path] for path in configs}
+    return {path: tuple((key, _plain(value)) for key, value in point.items()) for path, point in shown.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A value that fits into a cell."""
+    if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
+        return ", ".join(map(str, value))
+    return json.dumps(value) if isinstance(value, list | dict) else value
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys; what a seed decides is left out."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if not prefix and key in ("seed", "task-hash", "networks", "sweep-point"):
+            continue
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def find_runs(path: Path) -> list[Path]:

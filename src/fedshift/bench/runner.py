@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import time
@@ -21,6 +22,8 @@ from fedshift.bench.metrics import summarise
 from fedshift.bench.progress import Reporter, Silent
 from fedshift.bench.results import Result, collect
 from fedshift.bench.setup import PRECISIONS, Network, Setup, make_setup, make_task, with_baselines
+from fedshift.core import rng
+from fedshift.core.arch import Arch
 from fedshift.core.tree import Tree
 from fedshift.data.pool import Pool
 from fedshift.data.task import Task
@@ -123,10 +126,19 @@ def _config(
     whole = variant.model_dump(
         by_alias=True, exclude={"method", "seeds", "sweep", "name", "title", "baselines", "scale"}
     )
-    arch = {name: [str(m.arch.input_shape), len(m.arch.parameters)] for name, m in setup.methods.items()}
+    arch = {name: _fingerprint(m.arch, seed) for name, m in setup.methods.items()}
     method = {key: value for key, value in spec.model_dump(by_alias=True).items() if key != "adapters"}
     facts = {"format": FORMAT, "seed": seed, "task-hash": task.hash, "networks": arch, "sweep-point": dict(point)}
     return {**facts, "method": method, **whole}
+
+
+def _fingerprint(arch: Arch, seed: int) -> str:
+    """A digest of where a network starts: two networks of one name do not share a run."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, leaf in arch.init(rng.seed_of(seed, "init")).items():
+        digest.update(f"{name}{tuple(leaf.shape)}{leaf.dtype}".encode())
+        digest.update(leaf.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _check_unfinished(jobs: Sequence[Job], resume: bool, restart: bool) -> None:
@@ -243,7 +255,8 @@ def _model_name(job: Job) -> str:
 # ---- adapters ------------------------------------------------------------------------------------------------------------
 def _adapt(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
     """Every adapter that has no scores yet, on the last state and on the one chosen by validation."""
-    waiting = [spec for spec in job.setup.spec.adapters if adapter_label(spec) not in job.folder.scores()]
+    found = {name: rows[0] for name, rows in job.folder.scores().items() if rows}
+    waiting = [spec for spec in job.setup.spec.adapters if not _scored(spec, found.get(adapter_label(spec)))]
     title = f"{job.setup.spec.title} seed {job.seed}"
     if not waiting:
         return
@@ -257,7 +270,7 @@ def _adapt(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
     for spec in waiting:
         say.doing(f"{title}: adapter {adapter_label(spec)}")
         adapters = {name: job.setup.adapter(spec, method) for name, method in job.setup.methods.items()}
-        found: dict[int, list[dict[str, Any]]] = {}
+        by_round: dict[int, list[dict[str, Any]]] = {}
         for round_, offered in models.items():
             rows: list[dict[str, Any]] = []
             for model, population, deployed in offered:
@@ -265,15 +278,21 @@ def _adapt(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
                     continue
                 scores = federation.evaluate(adapters, deployed, list(job.task.streams))
                 rows += [_row(model, stream, population, scores) for stream in job.task.streams]
-            found[round_] = rows
+            by_round[round_] = rows
         job.folder.write_scores(
             adapter_label(spec),
             [
                 {"selection": rule, "round": state.round, "adapter": spec.name, "options": spec.options(), **row}
                 for rule, state in states.items()
-                for row in found[state.round]
+                for row in by_round[state.round]
             ],
         )
+
+
+def _scored(spec: AdapterSpec, row: Mapping[str, Any] | None) -> bool:
+    """Whether these are scores of this adapter with these options, not only of one with the same label."""
+    wanted = json.loads(json.dumps([spec.name, spec.options()]))
+    return row is not None and [row["adapter"], row["options"]] == wanted
 
 
 def adapter_label(spec: AdapterSpec) -> str:
