@@ -108,7 +108,7 @@ class Result:
             cells = [
                 _cell(_number(row, metric, rule, part), best[metric, part]) for metric in metrics for part in parts
             ]
-            point = [str(dict(row.point).get(key, "")) for key in sweep]
+            point = [_text(dict(row.point).get(key, "")) for key in sweep]
             table.add_row(row.method, row.adapter, *point, *cells, *_cost_cells(row.cost))
         return table
 
@@ -184,9 +184,9 @@ def _points(configs: Mapping[Path, Mapping[str, Any]]) -> dict[Path, tuple[tuple
 
 
 def _plain(value: Any) -> Any:
-    """A value that fits into a cell."""
+    """A value that can be a key."""
     if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
-        return ", ".join(map(str, value))
+        return tuple(value)
     return json.dumps(value) if isinstance(value, list | dict) else value
 
 
@@ -245,6 +245,10 @@ def _cost(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "bytes-down": sum(line["bytes-down"] for line in rounds) / clients,
         "seconds-per-round": sum(line["seconds"] for line in rounds) / (len(rounds) or 1),
     }
+
+
+def _text(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _number(row: Row, metric: str, rule: str, part: str) -> tuple[float, float] | None:
