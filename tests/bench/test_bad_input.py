@@ -75,6 +75,11 @@ MISTAKES = {
     "unknown source": (["-c", "data.source=ftp:x"], "ftp"),
     "unset variable": (["-c", "data.source=parquet:$NO_SUCH_VARIABLE/x"], "NO_SUCH_VARIABLE"),
     "same label twice": (["-c", 'method=[{{name="fedavg"}}, {{name="fedavg"}}]'], "'fedavg'"),
+    "same adapter label twice": (
+        ["-c", 'method=[{{name="fedavg", adapters=["none", {{name="tent", label="none"}}]}}]'], "called 'none'",
+    ),
+    "a label that leaves the folder": (["-c", 'method=[{{name="fedavg", label="../x"}}]'], "cannot name a folder"),
+    "mixed networks": (["-c", 'model=[{{name="cnn"}}, {{name="mlp"}}]'], "one architecture"),
     "bad override": (["-c", "rounds"], "key=value"),
     "no such device": (["--device", "tpu"], "tpu"),
     "no such engine": (["--engine", "warp"], "warp"),
@@ -106,6 +111,17 @@ def test_one_sentence_and_exit_code_2(
     assert "Traceback" not in said
     assert len(said.strip().splitlines()) == 1
     assert not out.exists()
+
+
+def test_a_folder_that_cannot_hold_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setattr("sys.argv", ["fedshift", "run", "-c", "rounds=1", "--out", str(tmp_path / "file")])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert "cannot hold the runs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [

@@ -25,8 +25,8 @@ class Tent(Adapter):
 
     ``params = "bn-affine"`` (the authors'): normalisation layers use the batch's statistics, and only their scale and
     shift are trained. ``params = "all"`` (FedTTA's baseline for networks without BatchNorm): all weights, running
-    statistics if there are any. ``predict = "before"`` gives the outputs of the pass the step was taken on (the authors'
-    choice), ``"after"`` predicts again. FedTTA's row is ``params = "all", predict = "after", bits = true, clip = 10``
+    statistics if there are any. ``predict-when = "before"`` gives the outputs of the pass the step was taken on (the
+    authors' choice), ``"after"`` predicts again. FedTTA's row is ``params = "all", predict-when = "after", bits = true, clip = 10``
     with SGD at FedAvg's rate and the client's data as one batch (``batch-size = 0``).
     """
 
@@ -92,6 +92,7 @@ class Tent(Adapter):
             return entropy(output.logits).mean() * (1.4426950408889634 if self.bits else 1.0), output
 
         grads, _, output = gradient(loss, live)
+        output = output._replace(logits=output.logits.detach(), features=output.features.detach())
         if self.clip is not None:
             grads = clip_by_norm(grads, self.clip)
         moved, memory = self._rule().update(live, grads, state["optim"], 1.0)

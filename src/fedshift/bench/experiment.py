@@ -92,10 +92,20 @@ class ModelSpec(Named):
 
 
 class AdapterSpec(Named):
-    """An entry of a method's ``adapters``: a name, or a table with options."""
+    """An entry of a method's ``adapters``: a name, or a table with options.
+
+    >>> AdapterSpec(name="tent", lr=0.01).title
+    'tent lr=0.01'
+    """
 
     name: str
     label: Label = ""
+
+    @property
+    def title(self) -> str:
+        """What its row and its file are called: its label, or its name with its options."""
+        options = " ".join(f"{key}={value}" for key, value in self.options().items())
+        return (self.label or f"{self.name} {options}".strip()).replace("/", "_")
 
 
 class MethodSpec(Named):
@@ -113,6 +123,14 @@ class MethodSpec(Named):
         if not isinstance(value, list) or not value:
             raise ValueError("adapters must be a list of names or tables, at least one")
         return [{"name": item} if isinstance(item, str) else item for item in value]
+
+    @model_validator(mode="after")
+    def _distinct(self) -> MethodSpec:
+        titles = [adapter.title for adapter in self.adapters]
+        twice = next((title for title in titles if titles.count(title) > 1), None)
+        if twice is not None:
+            raise ValueError(f"two adapters of {self.title!r} are called {twice!r}; give one of them another label")
+        return self
 
     @property
     def title(self) -> str:

@@ -50,9 +50,11 @@ class Result:
     folders: tuple[Path, ...]
 
     def metrics(self) -> list[str]:
-        """Test set and population of every score, without the model's part, in order of appearance."""
-        names = (metric.partition("/")[2] for row in self.rows for _, metric in row.values)
-        return list(dict.fromkeys(names))
+        """Test set and population of every score, without the model's part unless it is ``after-local``."""
+        names = [metric for row in self.rows for _, metric in row.values]
+        plain = [metric.partition("/")[2] for metric in names if not metric.startswith("after-local/")]
+        after = [metric for metric in names if metric.startswith("after-local/")]
+        return list(dict.fromkeys([*plain, *after]))
 
     def accuracy(self, method: str, adapter: str = "none", stream: str = "original", rule: str = "best-val") -> float:
         """Mean over seeds of AVG on one stream: the number to compare methods by.
@@ -116,14 +118,15 @@ class Result:
         """AVG under the three selection rules side by side."""
         metrics = self.metrics()
         table = Table(title="The same AVG under the three selection rules", title_justify="left")
-        table.add_column("method", no_wrap=True)
-        table.add_column("adapter", no_wrap=True)
+        sweep = list(dict.fromkeys(key for row in self.rows for key, _ in row.point))
+        for column in ("method", "adapter", *sweep):
+            table.add_column(column, no_wrap=True)
         for metric in metrics:
             for rule in RULES:
                 table.add_column(f"{_short(metric)}\n{rule}", justify="right")
         for row in self.rows:
             cells = [_cell(_number(row, metric, rule, "avg"), None) for metric in metrics for rule in RULES]
-            table.add_row(row.method, row.adapter, *cells)
+            table.add_row(row.method, row.adapter, *(_text(dict(row.point).get(key, "")) for key in sweep), *cells)
         return table
 
     def _best(self, metric: str, part: str, rule: str) -> float | None:
@@ -131,8 +134,12 @@ class Result:
         return max(found) if len(found) > 1 else None
 
 
-def collect(paths: Iterable[Path]) -> Result:
-    """Rows of all these run folders, grouped over seeds: runs whose settings differ in nothing else."""
+def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
+    """Rows of all these run folders, grouped over seeds: runs whose settings differ in nothing else.
+
+    A mapping says which adapters of each folder are wanted, and in which order; otherwise all there are, ``none`` first.
+    """
+    wanted = dict(paths) if isinstance(paths, Mapping) else {}
     folders = list(paths)
     configs = {path: _config(path) for path in folders}
     points = _points(configs)
@@ -140,7 +147,9 @@ def collect(paths: Iterable[Path]) -> Result:
     for path, config in configs.items():
         folder = RunFolder(path)
         lines = folder.lines()
-        for adapter, rows in folder.scores().items():
+        scores = folder.scores()
+        for adapter in wanted.get(path) or sorted(scores, key=lambda name: (name != "none", name)):
+            rows = scores[adapter]
             whole = [*rows, *(_oracle(lines) if adapter == "none" else [])]
             run = (config["seed"], whole, _cost(lines))
             grouped.setdefault((_title(config), adapter, points[path]), []).append(run)
@@ -252,7 +261,9 @@ def _text(value: Any) -> str:
 
 
 def _number(row: Row, metric: str, rule: str, part: str) -> tuple[float, float] | None:
-    for model in ("global", "personal", "after-local"):
+    if metric.startswith("after-local/"):
+        return row.number(metric, rule, part)
+    for model in ("global", "personal"):
         found = row.number(f"{model}/{metric}", rule, part)
         if found is not None:
             return found
@@ -272,6 +283,8 @@ def _cost_cells(cost: Mapping[str, float]) -> tuple[str, str]:
 
 
 def _short(metric: str) -> str:
+    if metric.startswith("after-local/"):
+        return f"{_short(metric.removeprefix('after-local/'))}\nafter local"
     stream, _, population = metric.partition("/")
     return stream if population == "clients" else f"{stream} ({population})"
 

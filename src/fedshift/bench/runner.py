@@ -82,6 +82,7 @@ def run(
             any(method.arch.has_convolution for job in jobs for method in job.setup.methods.values()),
             max(len(job.task.clients) for job in jobs),
         )
+        _check_writable(Path(out), jobs)
         say.plan([(job.setup.spec.title, job.seed, job.experiment.rounds) for job in jobs], chosen, str(compute.device))
         try:
             for job in jobs:
@@ -90,7 +91,7 @@ def run(
         finally:
             worker.close()
             say.close()
-    return collect([job.folder.path for job in jobs])
+    return collect({job.folder.path: [spec.title for spec in job.setup.spec.adapters] for job in jobs})
 
 
 @contextmanager
@@ -115,6 +116,8 @@ def _jobs(
             task = make_task(variant, seed, data)
             for spec in with_baselines(variant):
                 setup = make_setup(variant, spec, task, network)
+                if len(setup.methods) > 1:  # methods that cannot mix networks say so here
+                    setup.method.server_init({name: m.arch.init(0) for name, m in setup.methods.items()}, ())
                 config = _config(variant, spec, point, seed, task, setup)
                 yield Job(variant, point, setup, task, seed, RunFolder.of(out, name, spec.title, seed, config), config)
 
@@ -156,6 +159,15 @@ def _check_unfinished(jobs: Sequence[Job], resume: bool, restart: bool) -> None:
                 f"{job.folder.path} was interrupted after round {int(state)} of {job.experiment.rounds}: add --resume to "
                 "go on, or --restart to begin again"
             )
+
+
+def _check_writable(out: Path, jobs: Sequence[Job]) -> None:
+    """Find out before hours of training, not after."""
+    try:
+        for job in jobs:
+            job.folder.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{out} cannot hold the runs ({error.strerror}); choose another folder with --out") from None
 
 
 # ---- training ------------------------------------------------------------------------------------------------------------
@@ -256,31 +268,31 @@ def _model_name(job: Job) -> str:
 def _adapt(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
     """Every adapter that has no scores yet, on the last state and on the one chosen by validation."""
     found = {name: rows[0] for name, rows in job.folder.scores().items() if rows}
-    waiting = [spec for spec in job.setup.spec.adapters if not _scored(spec, found.get(adapter_label(spec)))]
+    waiting = [spec for spec in job.setup.spec.adapters if not _scored(spec, found.get(spec.title))]
     title = f"{job.setup.spec.title} seed {job.seed}"
     if not waiting:
         return
     federation = _federation(job, engine, compute)
     states = {"last": job.folder.last(compute.device), "best-val": job.folder.best(compute.device)}
-    models: dict[int, list[tuple[str, str, dict[str, Tree]]]] = {}
+    models: dict[int, list[Served]] = {}
     for state in states.values():
         if state.round not in models:
             say.doing(f"{title}: models of round {state.round}")
             models[state.round] = _models(job, federation, state, say)
     for spec in waiting:
-        say.doing(f"{title}: adapter {adapter_label(spec)}")
+        say.doing(f"{title}: adapter {spec.title}")
         adapters = {name: job.setup.adapter(spec, method) for name, method in job.setup.methods.items()}
         by_round: dict[int, list[dict[str, Any]]] = {}
         for round_, offered in models.items():
             rows: list[dict[str, Any]] = []
-            for model, population, deployed in offered:
-                if model == "after-local" and spec.name != "none":
+            for served in offered:
+                if served.model == "after-local" and spec.name != "none":
                     continue
-                scores = federation.evaluate(adapters, deployed, list(job.task.streams))
-                rows += [_row(model, stream, population, scores) for stream in job.task.streams]
+                scores = federation.evaluate(adapters, served.trees, list(job.task.streams))
+                rows += [_row(served, stream, scores) for stream in job.task.streams]
             by_round[round_] = rows
         job.folder.write_scores(
-            adapter_label(spec),
+            spec.title,
             [
                 {"selection": rule, "round": state.round, "adapter": spec.name, "options": spec.options(), **row}
                 for rule, state in states.items()
@@ -295,34 +307,34 @@ def _scored(spec: AdapterSpec, row: Mapping[str, Any] | None) -> bool:
     return row is not None and [row["adapter"], row["options"]] == wanted
 
 
-def adapter_label(spec: AdapterSpec) -> str:
-    """What the adapter's file and row are called: its label, or its name with its options.
+@dataclass(frozen=True)
+class Served:
+    """Models of a population, ready to be scored."""
 
-    >>> adapter_label(AdapterSpec(name="tent", lr=0.01))
-    'tent lr=0.01'
-    """
-    options = " ".join(f"{key}={value}" for key, value in spec.options().items())
-    return (spec.label or f"{spec.name} {options}".strip()).replace("/", "_")
+    model: str  # global, personal or after-local
+    population: str  # clients or unseen
+    trees: Mapping[str, Tree]
+    published: int = 0  # bytes that clients gave once so that newcomers can start
 
 
-def _models(job: Job, federation: Federation, state: State, say: Reporter) -> list[tuple[str, str, dict[str, Tree]]]:
-    """The models that are scored: (name, population, trees by client)."""
-    models = [(_model_name(job), "clients", federation.deployed(state))]
+def _models(job: Job, federation: Federation, state: State, say: Reporter) -> list[Served]:
+    """The models that are scored."""
+    models = [Served(_model_name(job), "clients", federation.deployed(state))]
     if job.experiment.evaluate.after_local:
-        models.append(("after-local", "clients", federation.after_local(state)))
+        models.append(Served("after-local", "clients", federation.after_local(state)))
     if job.task.unseen:
-        trees, _ = federation.newcomers(state)
-        if trees:
-            models.append((_model_name(job), "unseen", trees))
-        else:
+        trees, published = federation.newcomers(state)
+        models.append(Served(_model_name(job), "unseen", trees, published))
+        if not trees:
             say.note(f"{job.setup.spec.title} has nothing to give to clients nobody has seen; that row is left out")
-    return [(model, population, trees) for model, population, trees in models if trees]
+    return [served for served in models if served.trees]
 
 
-def _row(model: str, stream: str, population: str, scores: Mapping[tuple[str, str], Score]) -> dict[str, Any]:
+def _row(served: Served, stream: str, scores: Mapping[tuple[str, str], Score]) -> dict[str, Any]:
     own = {name: score for (name, part), score in scores.items() if part == stream}
     return {
-        "metric": f"{model}/{stream}/{population}",
+        "metric": f"{served.model}/{stream}/{served.population}",
         **summarise(own).as_dict(),
+        "published-bytes": served.published,
         "by-client": {name: [score.samples, score.correct, round(score.loss, 4)] for name, score in own.items()},
     }

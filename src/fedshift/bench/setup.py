@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,7 +23,7 @@ from fedshift.data.partition import PARTITIONS
 from fedshift.data.pool import Pool
 from fedshift.data.sources import load
 from fedshift.data.streams import STREAMS
-from fedshift.data.task import Splitting, Task, build
+from fedshift.data.task import Splitting, Task, build, task_hash
 from fedshift.errors import UserError
 
 Network: TypeAlias = nn.Module | Callable[[], nn.Module]
@@ -46,7 +46,7 @@ def make_task(experiment: Experiment, seed: int, data: Pool | Task | None = None
     5
     """
     if isinstance(data, Task):
-        return data
+        return data if data.hash else replace(data, hash=task_hash(data))
     spec = experiment.data
     cache = cache_folder()
     partition = with_options(

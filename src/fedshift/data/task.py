@@ -5,6 +5,7 @@ Immutable and content-hashed: two runs with the same task hash saw the same byte
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -183,7 +184,7 @@ def build(
             return found
     task = _make(pool, content, partition, splitting, streams, seed, rotation, another)
     described = {**task.provenance, "settings": settings, "source": dict(pool.provenance)}
-    task = replace(task, provenance=described, hash=_hash(task))
+    task = replace(task, provenance=described, hash=task_hash(task))
     if folder is not None:
         _save(folder, task)
     return task
@@ -293,7 +294,7 @@ def _digest(*tensors: Tensor) -> str:
     return state.hexdigest()
 
 
-def _hash(task: Task) -> str:
+def task_hash(task: Task) -> str:
     """A digest of every byte a method can see."""
     parts: list[object] = [FORMAT, task.classes, _digest(task.images, task.labels)]
     for client in (*task.clients, *task.unseen):
@@ -309,8 +310,11 @@ def _hash(task: Task) -> str:
 # ---- the cache: index arrays and shifted images; the source's own images are cached by the source -----------------------
 def _save(folder: Path, task: Task) -> None:
     """Write the task's folder under a temporary name and rename it: it is there whole or not at all."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
+    except OSError as error:
+        raise UserError(f"the cache {folder.parent} cannot be written ({error.strerror}); set FEDSHIFT_CACHE") from None
     try:
         everyone = (*task.clients, *task.unseen)
         arrays = _flat("clients", [getattr(client, part) for client in everyone for part in PARTS])
@@ -339,7 +343,7 @@ def _save(folder: Path, task: Task) -> None:
             "provenance": task.provenance,
         }
         (temporary / "task.json").write_text(json.dumps(facts, default=str))
-        if not folder.exists():
+        with contextlib.suppress(OSError):  # another process has just made the same task
             os.replace(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -375,7 +379,7 @@ def _load(folder: Path, pool: Pool, content: Tensor, rotation: Rotation) -> Task
         provenance=facts["provenance"],
         hash=facts["hash"],
     )
-    if _hash(task) == task.hash:
+    if task_hash(task) == task.hash:
         return task
     shutil.rmtree(folder, ignore_errors=True)
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,6 +25,10 @@ class Local(Method):
     def private(self, now: Now) -> frozenset[str]:
         """The whole model."""
         return self.arch.encoder | self.arch.head
+
+    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+        """The server has nothing, so clients may have any network."""
+        return {"model": {}}
 
     def aggregate(self, server: Tree, ups: object, now: Tensors, draws: object) -> Tree:
         """There is nothing to combine."""
