@@ -141,11 +141,15 @@ def gpu(tf32: bool = False) -> None:
         rows = {"sequential": base}
         work = clients * samples * epochs
         rows["vmapped, graph"] = rate(one_round(Vmapped(compute), method, whole, device), work)
-        rows["vmapped, compile+graph"] = rate(one_round(Vmapped(compute, compile_step=True), method, whole, device), work)
+        rows["vmapped, compile+graph"] = rate(
+            one_round(Vmapped(compute, compile_step=True), method, whole, device), work
+        )
         rows["pooled, graph"] = pooled_rate(clients, 100, compiled=False)
         rows["pooled, compile+graph"] = pooled_rate(clients, 100, compiled=True)
         for name, value in rows.items():
-            print(f"{clients:>8} {name:<22} {value:>11,.0f} {value / base:>13.1f} {value / rows['pooled, graph']:>10.2f}")
+            print(
+                f"{clients:>8} {name:<22} {value:>11,.0f} {value / base:>13.1f} {value / rows['pooled, graph']:>10.2f}"
+            )
 
 
 def _plain_loop(clients: int, samples: int) -> Callable[[], None]:
@@ -227,7 +231,13 @@ def clients() -> None:
     method = make_method(1)
     for share in (0.005, 0.01, 0.02, 0.04):
         federation = Federation(
-            Setup(MethodSpec(name="fedavg"), {"cnn": method}, method.train), task, Sequential(), Compute(), 0, 100, share
+            Setup(MethodSpec(name="fedavg"), {"cnn": method}, method.train),
+            task,
+            Sequential(),
+            Compute(),
+            0,
+            100,
+            share,
         )
         state = federation.start()
         times, gaps = [], []

@@ -1,6 +1,6 @@
 """Writes what can be generated: the catalogue from the registries, and the contact sheet of corruptions.
 
-    python docs/generate.py
+python docs/generate.py
 """
 
 from __future__ import annotations

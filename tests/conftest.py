@@ -62,5 +62,11 @@ def tiny_arch(kind: str = "cnn", norm: bool = False, side: int = 8, classes: int
 
 
 def tiny_train(**changes: object) -> Train:
-    settings: dict[str, object] = {"lr": 0.05, "batch_size": 8, "local_epochs": 2, "momentum": 0.9, "weight_decay": 1e-3}
+    settings: dict[str, object] = {
+        "lr": 0.05,
+        "batch_size": 8,
+        "local_epochs": 2,
+        "momentum": 0.9,
+        "weight_decay": 1e-3,
+    }
     return Train(**{**settings, **changes})  # type: ignore[arg-type]

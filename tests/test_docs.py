@@ -23,7 +23,8 @@ def test_python_examples_run(page: Path, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text("\n".join(blocks(page, "python")))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -40,7 +41,9 @@ def test_toml_examples_parse(page: Path, tmp_path: Path) -> None:
 def test_the_catalogue_is_up_to_date() -> None:
     script = "import sys; sys.path.insert(0, 'docs'); import generate; print(generate.catalogue(), end='')"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == (ROOT / "docs" / "reference" / "catalogue.md").read_text(), "run: python docs/generate.py --text"
+    assert done.stdout == (ROOT / "docs" / "reference" / "catalogue.md").read_text(), (
+        "run: python docs/generate.py --text"
+    )
 
 
 def test_links_lead_somewhere() -> None:

@@ -129,10 +129,19 @@ def test_captured_steps_serve_rounds_with_other_clients(compiled: bool) -> None:
     check_equal(reference, federate(method, Vmapped(there, compile_step=compiled), there, 8, task, 0.5), 1e-9)
 
 
-@pytest.mark.parametrize("changes", [
-    {"local_steps": 5}, {"last_batch": "drop"}, {"last_batch": "wrap"}, {"optimiser": "adam"}, {"clip": 0.5},
-    {"local_epochs": 0}, {"batch_size": 1}, {"lr_decay": 0.5},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"local_steps": 5},
+        {"last_batch": "drop"},
+        {"last_batch": "wrap"},
+        {"optimiser": "adam"},
+        {"clip": 0.5},
+        {"local_epochs": 0},
+        {"batch_size": 1},
+        {"lr_decay": 0.5},
+    ],
+)
 def test_agreement_for_all_training_settings(changes: dict) -> None:
     compute = Compute(dtype=torch.float64)
     method = make("fedavg", True, **changes)
@@ -259,7 +268,8 @@ def test_one_architecture_only_for_methods_that_average() -> None:
 def test_parallel_from_a_script_without_a_main_guard(tmp_path) -> None:
     """Also the shape of a notebook: the method's class lives in __main__ and nowhere else."""
     script = tmp_path / "unguarded.py"
-    script.write_text(textwrap.dedent("""
+    script.write_text(
+        textwrap.dedent("""
         from dataclasses import dataclass
         import torch
         from fedshift import Method
@@ -282,7 +292,8 @@ def test_parallel_from_a_script_without_a_main_guard(tmp_path) -> None:
         check_equal(federate(method, Sequential(compute), compute), federate(method, engine, compute), 1e-10)
         engine.close()
         print("agreed")
-    """))
+    """)
+    )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False, env=environment

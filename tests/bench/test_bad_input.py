@@ -79,7 +79,9 @@ MISTAKES = {
         ["-c", 'method=[{{name="fedavg", adapters=["none", {{name="tent", label="none"}}]}}]'], "called 'none'",
     ),
     "a label that leaves the folder": (["-c", 'method=[{{name="fedavg", label="../x"}}]'], "cannot name a folder"),
-    "mixed networks": (["-c", 'model=[{{name="cnn"}}, {{name="mlp"}}]'], "one architecture"),
+    "mixed networks": (
+        ["-c", 'model=[{{name="cnn"}}, {{name="mlp"}}]', "-c", 'method=[{{name="fedavg"}}]'], "one architecture",
+    ),
     "bad override": (["-c", "rounds"], "key=value"),
     "no such device": (["--device", "tpu"], "tpu"),
     "no such engine": (["--engine", "warp"], "warp"),
@@ -96,7 +98,11 @@ MISTAKES = {
 
 @pytest.mark.parametrize("case", MISTAKES)
 def test_one_sentence_and_exit_code_2(
-    case: str, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    case: str,
+    files: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     arguments, expected = MISTAKES[case]
     out = tmp_path / "out"
@@ -124,10 +130,14 @@ def test_a_folder_that_cannot_hold_runs(
     assert "cannot hold the runs" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [
-    (["show", "nowhere"], "there is no folder"), (["list", "things"], "there is no list"),
-    (["list", "methods", "--format", "xml"], "table or json"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["show", "nowhere"], "there is no folder"),
+        (["list", "things"], "there is no list"),
+        (["list", "methods", "--format", "xml"], "table or json"),
+    ],
+)
 def test_other_commands(
     arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

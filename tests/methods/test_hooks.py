@@ -53,7 +53,6 @@ PARAMETERS = set(AWKWARD.parameters)
 SIZED = make_task((5, 9, 12))
 
 
-
 # --- every method -----------------------------------------------------------------------------------------------------
 
 
@@ -630,8 +629,6 @@ def test_the_optimiser_of_the_settings() -> None:
     assert Train(lr=0.3, momentum=0.9, weight_decay=0.1).optim() == SGD(0.3, 0.9, 0.1)
     assert Train(lr=0.3, optimiser="adam", weight_decay=0.1).optim() == Adam(lr=0.3, weight_decay=0.1)
     assert Train(lr=0.3, momentum=0.9).optim(0.7) == SGD(0.7, 0.9)
-
-
 
 
 @pytest.mark.parametrize("name", list(METHODS))
