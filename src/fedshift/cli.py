@@ -61,7 +61,8 @@ def run(
         reporter.close()
     folder = out / chosen.name
     result_picture(result, folder / "results.png")
-    task_picture(make_task(chosen, chosen.seeds[0]), folder / "task.png")
+    first = next(chosen.variants())[1]  # a sweep's base alone need not be a task
+    task_picture(make_task(first, first.seeds[0]), folder / "task.png")
     console.print(result.table())
     if chosen.evaluate.oracle:
         console.print(result.rules_table())
@@ -87,7 +88,8 @@ def data(
     console = _console()
     chosen = Experiment.of_data(what, change or [])
     with console.status("making the task"):
-        task = make_task(chosen, chosen.seeds[0])
+        first = next(chosen.variants())[1]
+        task = make_task(first, first.seeds[0])
     folder = out or Path("runs") / chosen.name
     task_page(task, folder / "task.html", chosen.title or chosen.name, chosen.data.needs)
     task_picture(task, folder / "task.png")

@@ -950,3 +950,57 @@ def test_every_method_that_can_run_here_runs_from_words_alone(tmp_path: Path) ->
     for row in result.rows:
         kind = "personal" if METHODS[row.method].make.personal else "global"
         assert row.number(f"{kind}/original/clients", "last") is not None
+
+
+# ---- looking at data ------------------------------------------------------------------------------------------------------
+def test_fedshift_data_shows_a_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ["-c", "data.size=8", "-c", 'split.unseen=["font"]', "-c", 'data.domains=["pen", "font", "china"]']
+    said = command(monkeypatch, capsys, "data", "default", *changes, "--out", str(tmp_path))
+    assert "2 clients, 1 unseen" in said
+    assert "font (unseen)" in said
+    page = (tmp_path / "task.html").read_text()
+    for word in ("pen", "china", "font", "original", "corrupted", "data:image/png;base64,"):
+        assert word in page
+    assert "paper" not in page.split("Where the data come from")[0]
+    assert (tmp_path / "task.png").stat().st_size > 1000
+
+
+def test_fedshift_data_takes_a_folder_of_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from PIL import Image
+
+    for number in range(40):
+        path = tmp_path / "images" / f"hospital-{number % 2}" / f"class-{number // 2 % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (12, 12), (number, 2 * number, 90)).save(path)
+    said = command(monkeypatch, capsys, "data", str(tmp_path / "images"), "--out", str(tmp_path))
+    assert "hospital-1" in said
+    assert (tmp_path / "task.html").exists()
+
+
+def test_only_some_domains_and_classes(tmp_path: Path) -> None:
+    from fedshift import UserError
+    from fedshift.bench.experiment import Experiment
+    from fedshift.bench.setup import make_task
+
+    chosen = {"size": 8, "domains": ["pen", "font"], "classes": ["7", "1"]}
+    task = make_task(Experiment.parse({"data": chosen}), seed=0)
+    assert [client.name for client in task.clients] == ["pen", "font"]
+    assert task.classes == ("7", "1")
+    assert set(task.labels.tolist()) == {0, 1}
+    for wrong in ({"domains": ["pencil"]}, {"classes": ["eleven"]}):
+        with pytest.raises(UserError, match="the data source has no"):
+            make_task(Experiment.parse({"data": {"size": 8, **wrong}}), seed=0)
+
+
+def test_an_override_of_a_swept_key_wins(tmp_path: Path) -> None:
+    from fedshift.bench.experiment import Experiment
+
+    path = tmp_path / "swept.toml"
+    path.write_text('rounds = 1\n[sweep]\n"train.lr" = [0.1, 0.2]\nrounds = [1, 2]\n')
+    assert len(list(Experiment.load(path).variants())) == 4
+    points = [point for point, _ in Experiment.load(path, ["train.lr=0.5"]).variants()]
+    assert points == [{"rounds": 1}, {"rounds": 2}]

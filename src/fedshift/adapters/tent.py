@@ -26,8 +26,8 @@ class Tent(Adapter):
     ``params = "bn-affine"`` (the authors'): normalisation layers use the batch's statistics, and only their scale and
     shift are trained. ``params = "all"`` (FedTTA's baseline for networks without BatchNorm): all weights, running
     statistics if there are any. ``predict-when = "before"`` gives the outputs of the pass the step was taken on (the
-    authors' choice), ``"after"`` predicts again. FedTTA's row is ``params = "all"``, ``predict-when = "after"``, ``bits = true``, ``clip = 10``
-    with SGD at FedAvg's rate and the client's data as one batch (``batch-size = 0``).
+    authors' choice), ``"after"`` predicts again. FedTTA's row is ``params = "all"``, ``predict-when = "after"``,
+    ``bits = true``, ``clip = 10``, with SGD at FedAvg's rate and the client's data as one batch (``batch-size = 0``).
     """
 
     lr: float = 1e-3

@@ -60,6 +60,8 @@ class DataSpec(Table):
     channels: Literal[1, 3] = 3
     mean: list[float] = Field(default_factory=lambda: [0.5])
     std: list[Annotated[float, Field(gt=0)]] = Field(default_factory=lambda: [0.5])
+    domains: list[str] = Field(default_factory=list)  # keep these only
+    classes: list[str] = Field(default_factory=list)  # keep these only, in this order
     limit: Annotated[int, Field(ge=1)] | None = None  # a random subset of so many images
     seed: int | None = None  # of partition, split and shifts; default: the run's seed
     needs: str = ""  # for people: what this is and where to get it
@@ -215,6 +217,7 @@ class Experiment(Table):
             for key, value in small.items():
                 override(table, key.split("."), value)
         for key, value in changes:
+            table.get("sweep", {}).pop(".".join(key), None)  # what is asked for here is not swept over
             override(table, key, value)
         return cls.parse(table, str(source) if source else "the default experiment")
 

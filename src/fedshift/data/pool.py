@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -65,6 +65,26 @@ class Pool:
         chosen = {name: column[index] for name in columns if (column := getattr(self, name)) is not None}
         return replace(self, **chosen, provenance={**self.provenance, "taken": len(index)})
 
+    def only(self, domains: Sequence[str] = (), classes: Sequence[str] = ()) -> Pool:
+        """Only images of these domains and classes; classes get new numbers in the order given. Nothing named: all.
+
+        >>> x = torch.zeros(3, 1, 2, 2, dtype=torch.uint8)
+        >>> Pool(x, torch.tensor([0, 1, 2]), ("cat", "dog", "owl")).only(classes=["owl", "cat"]).labels.tolist()
+        [1, 0]
+        """
+        keep = torch.ones(len(self), dtype=torch.bool)
+        if domains:
+            keep &= torch.isin(
+                _codes(self.domains, self.domain_names, "domain"), _wanted(domains, self.domain_names, "domain")
+            )
+        if not classes:
+            return self.take(keep.nonzero().flatten()) if domains else self
+        wanted = _wanted(classes, self.classes, "class")
+        chosen = self.take((keep & torch.isin(self.labels, wanted)).nonzero().flatten())
+        number = torch.zeros(len(self.classes), dtype=torch.int64)
+        number[wanted] = torch.arange(len(wanted))
+        return replace(chosen, labels=number[chosen.labels], classes=tuple(classes))
+
     def content(self) -> Tensor:
         """A 63-bit fingerprint of every image's pixels: the sample's id, whatever else is in the pool.
 
@@ -95,6 +115,19 @@ class Pool:
         # named by the smallest fingerprint of its members: the id of a group does not change when other images come in
         smallest = torch.full((int(parts.max()) + 1,), torch.iinfo(torch.int64).max)
         return smallest.scatter_reduce(0, parts, content, "amin")[parts]
+
+
+def _codes(codes: Tensor | None, names: tuple[str, ...], what: str) -> Tensor:
+    if codes is None or not names:
+        raise UserError(f"{what}s were asked for by name, but the data source has none")
+    return codes
+
+
+def _wanted(wanted: Sequence[str], names: tuple[str, ...], what: str) -> Tensor:
+    for name in wanted:
+        if name not in names:
+            raise UserError(f"the data source has no {what} {name!r}; it has: {', '.join(names)}")
+    return torch.tensor([names.index(name) for name in wanted])
 
 
 def _joined(a: np.ndarray, b: np.ndarray) -> Tensor:

@@ -28,6 +28,7 @@ class LeNet:
     """
 
     hidden: int = 512
+    width: int = 32  # of the first convolution; the second has twice as many (FedTTA's three sizes: 16, 32, 64)
     norm: bool = False
     weights: str = ""  # safetensors file to start from
 
@@ -37,11 +38,11 @@ class LeNet:
         if min(height, width) < 4:
             raise UserError(f"model 'lenet' needs images of at least 4x4 pixels, not {height}x{width}")
         layers: list[nn.Module] = []
-        for before, after in ((channels, 32), (32, 64)):
+        for before, after in ((channels, self.width), (self.width, 2 * self.width)):
             layers.append(nn.Conv2d(before, after, 5, padding=2, bias=not self.norm))
             layers += [nn.BatchNorm2d(after)] if self.norm else []
             layers += [nn.ReLU(), nn.MaxPool2d(2)]
-        layers += [nn.Flatten(), nn.Linear(64 * (height // 4) * (width // 4), self.hidden), nn.ReLU()]
+        layers += [nn.Flatten(), nn.Linear(2 * self.width * (height // 4) * (width // 4), self.hidden), nn.ReLU()]
         network = Headed(nn.Sequential(*layers), self.hidden, classes)
         load_pretrained(network, self.weights)
         return network
