@@ -13,6 +13,7 @@ import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import cloudpickle
 import pytest
 import torch
 
@@ -100,12 +101,27 @@ def test_predictions_agree_in_single_precision(name: str, norm: bool) -> None:
         assert METHODS[name].make.needs
         return
     compute = Compute()
-    _, reference, _ = federate(method, Sequential(compute), compute)
-    _, other, _ = federate(method, Vmapped(compute), compute)
+    single = Parallel(compute, workers=2)
+    ends = [federate(method, engine, compute)[1] for engine in (Sequential(compute), Vmapped(compute), single)]
+    single.close()
     for client in TASK.clients:
         x = TASK.images[client.test].float() / 255
-        logits = [method.forward(scores["deployed"][client.name], x).logits for scores in (reference, other)]
-        assert torch.equal(logits[0].argmax(1), logits[1].argmax(1))
+        answers = [method.forward(scores["deployed"][client.name], x).logits.argmax(1) for scores in ends]
+        assert torch.equal(answers[0], answers[1])
+        assert torch.equal(answers[0], answers[2])
+
+
+def test_what_is_shipped_does_not_carry_the_data() -> None:
+    """A method that holds on to the task's images would send them to every worker."""
+    from fedshift.bench.experiment import Experiment
+    from fedshift.bench.setup import make_setup, make_task
+
+    experiment = Experiment.parse({"data": {"size": 16}, "model": {"name": "mlp", "hidden": [4]}})
+    task = make_task(experiment, seed=0)
+    setup = make_setup(experiment, MethodSpec(name="fedavg"), task)
+    assert task.images.nbytes > 1_000_000
+    assert len(cloudpickle.dumps(setup.method)) < 200_000
+    assert len(cloudpickle.dumps(setup.plain)) < 200_000
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -236,7 +252,7 @@ class LogitExchange(Method):
         return {"consensus": {"logits": mean}}
 
 
-def test_several_architectures_in_one_round() -> None:
+def test_several_architectures_in_one_round(parallel: Parallel) -> None:
     compute = Compute(dtype=torch.float64)
     task = replace(TASK, public=torch.arange(6))
     methods = {
@@ -245,7 +261,7 @@ def test_several_architectures_in_one_round() -> None:
     }
     setup = Setup(MethodSpec(name="x"), methods, methods["small"].train)
     ends = []
-    for engine in (Sequential(compute), Vmapped(compute)):
+    for engine in (Sequential(compute), Vmapped(compute), parallel):
         federation = Federation(setup, task, engine, compute, seed=0, rounds=2)
         state = federation.start()
         for _ in range(2):
@@ -253,9 +269,10 @@ def test_several_architectures_in_one_round() -> None:
         ends.append(state)
     shapes = {name: len(tree["model"]) for name, tree in ends[0].mines.items()}
     assert len(set(shapes.values())) == 2  # two architectures really were at work
-    assert gap(ends[0].server, ends[1].server) < 1e-10
-    for name, tree in ends[0].mines.items():
-        assert gap(tree, ends[1].mines[name]) < 1e-10
+    for other in ends[1:]:
+        assert gap(ends[0].server, other.server) < 1e-10
+        for name, tree in ends[0].mines.items():
+            assert gap(tree, other.mines[name]) < 1e-10
 
 
 def test_one_architecture_only_for_methods_that_average() -> None:

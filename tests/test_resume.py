@@ -26,9 +26,9 @@ METHODS = '[{name="fedbn", adapters=["none", "tent"]}, {name="scaffold", label="
 CLOCK = {"seconds"}
 
 
-def command(out: Path, *more: str) -> list[str]:
+def command(out: Path, engine: str, *more: str) -> list[str]:
     changes = [part for setting in [*SETTINGS, f"method={METHODS}"] for part in ("-c", setting)]
-    return [sys.executable, "-m", "fedshift.cli", "run", *changes, "--out", str(out), "--engine", "sequential", *more]
+    return [sys.executable, "-m", "fedshift.cli", "run", *changes, "--out", str(out), "--engine", engine, *more]
 
 
 def contents(folder: Path) -> dict[str, object]:
@@ -63,14 +63,17 @@ def check_identical(a: object, b: object) -> None:
         assert a == b
 
 
-def test_killed_and_resumed_is_bit_identical(tmp_path: Path) -> None:
-    subprocess.run(command(tmp_path / "whole"), check=True, capture_output=True)
+@pytest.mark.parametrize("engine", ["sequential", "vmapped", "auto"])
+def test_killed_and_resumed_is_bit_identical(tmp_path: Path, engine: str) -> None:
+    subprocess.run(command(tmp_path / "whole", engine), check=True, capture_output=True)
     killed = tmp_path / "killed"
     rng = random.Random(time.time_ns())
     kills = 0
     for attempt in range(12):
         process = subprocess.Popen(
-            command(killed, *(["--resume"] if attempt else [])), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            command(killed, engine, *(["--resume"] if attempt else [])),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
         )
         target = rng.randint(1, 25)
         deadline = time.time() + 120

@@ -85,7 +85,7 @@ def presets() -> Rows:
 
 
 def pairs() -> Rows:
-    """Which adapter can follow which method, on a network with BatchNorm; 'yes' or what is missing."""
+    """Which adapter can follow which method, on a network with BatchNorm; 'yes' or '-'."""
     from torch import nn
 
     from fedshift.core.arch import Arch

@@ -51,7 +51,7 @@ def run(
     console = _console()
     chosen = Experiment.load(experiment, change or [])
     if chosen.title:
-        console.print(f"[bold]{chosen.title}", highlight=False)
+        console.print(f"[bold]{_escaped(chosen.title)}", highlight=False)
     reporter = Terminal(console)
     try:
         result = run_experiment(

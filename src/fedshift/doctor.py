@@ -14,7 +14,22 @@ import fedshift
 from fedshift.bench.setup import cache_folder
 from fedshift.engines.parallel import usable_cores
 
-CORE = ("torch", "numpy", "safetensors", "pydantic", "typer", "rich", "pillow", "pyarrow", "matplotlib", "scikit-learn")
+CORE = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "pydantic",
+    "typer",
+    "rich",
+    "pillow",
+    "pyarrow",
+    "matplotlib",
+    "scikit-learn",
+    "scipy",
+    "jinja2",
+    "loky",
+    "cloudpickle",
+)
 EXTRAS = {
     "hub": ("datasets", "Hugging Face hub data sets"),
     "deploy": ("flwr", "federations over a network"),

@@ -82,6 +82,11 @@ MISTAKES = {
     "mixed networks": (
         ["-c", 'model=[{{name="cnn"}}, {{name="mlp"}}]', "-c", 'method=[{{name="fedavg"}}]'], "one architecture",
     ),
+    "negative method epochs": (["-c", "method.finetune.epochs=-1"], "epochs must not be negative"),
+    "negative mu": (["-c", "method.fedprox.mu=-1"], "mu must not be negative"),
+    "negative adapter rate": (
+        ["-c", 'method=[{{name="fedavg", adapters=[{{name="tent", lr=-1.0}}]}}]'], "lr must not be negative",
+    ),
     "bad override": (["-c", "rounds"], "key=value"),
     "no such device": (["--device", "tpu"], "tpu"),
     "no such engine": (["--engine", "warp"], "warp"),

@@ -83,7 +83,7 @@ class PartitionSpec(Named):
 class StreamSpec(Named):
     """``[[stream]]``: a named test stream."""
 
-    name: str
+    name: Label
     kind: str
 
 
@@ -212,12 +212,15 @@ class Experiment(Table):
         table.setdefault("name", name)
         changes = [_assignment(item) for item in overrides]
         scale = next((value for key, value in reversed(changes) if key == ["scale"]), table.get("scale", "full"))
-        small = table.pop("small", {})
+        small, sweep = table.pop("small", {}), table.get("sweep", {})
+        for name, value in (("small", small), ("sweep", sweep)):
+            if not isinstance(value, dict):
+                raise UserError(f"{source}: [{name}] must be a table")
         if scale == "small":
             for key, value in small.items():
                 override(table, key.split("."), value)
         for key, value in changes:
-            table.get("sweep", {}).pop(".".join(key), None)  # what is asked for here is not swept over
+            sweep.pop(".".join(key), None)  # what is asked for here is not swept over
             override(table, key, value)
         return cls.parse(table, str(source) if source else "the default experiment")
 

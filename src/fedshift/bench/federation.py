@@ -152,9 +152,10 @@ class Federation:
             mine = self._birth(client, now)
             if phases:
                 plan = Plan(phases, now, self.seed, final=True)
-                mine = self.engine.train(method, {client.name: down}, {client.name: mine}, self.task, plan)[
+                reply = self.engine.train(method, {client.name: down}, {client.name: mine}, self.task, plan)[
                     client.name
-                ].mine
+                ]
+                mine = reply.mine if reply.finite else mine
             tree = method.deployed(down, mine)
             if not set(method.arch.parameters) <= set(tree.get("model", {})):
                 return {}, 0

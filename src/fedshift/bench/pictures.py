@@ -8,7 +8,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-from fedshift.bench.results import Result, _number, _short
+from fedshift.bench.results import Result, number_of, short_name
 from fedshift.data.task import Task
 
 INK, SOFT = "#1f2430", "#8a90a0"
@@ -65,14 +65,14 @@ def result_picture(result: Result, path: Path, rule: str = "best-val") -> None:
     places = np.arange(len(labels))[::-1]
     for panel, metric in zip(axes, metrics, strict=True):
         for place, row in zip(places, result.rows, strict=True):
-            mean, worst = (_number(row, metric, rule, part) for part in ("avg", "worst"))
+            mean, worst = (number_of(row, metric, rule, part) for part in ("avg", "worst"))
             if mean is None or worst is None:
                 continue
             colour = PALETTE[adapters.index(row.adapter) % len(PALETTE)]
             panel.barh(place, mean[0], xerr=mean[1] or None, color=colour, height=0.72, ecolor=INK)
             panel.plot([worst[0]], [place], marker="|", color="white", markersize=9, markeredgewidth=2)
             panel.text(1.5, place, f"{mean[0]:.1f}", va="center", ha="left", color="white", fontsize=8)
-        panel.set_title(_short(metric), color=INK, fontsize=11)
+        panel.set_title(short_name(metric), color=INK, fontsize=11)
         panel.set_xlim(0, 100)
         panel.set_yticks(places, labels, fontsize=9, color=INK)
         panel.tick_params(length=0, labelcolor=INK)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 
@@ -118,7 +119,7 @@ class Terminal:
 
     def note(self, text: str) -> None:
         """Stays on the screen."""
-        self._console.print(f"[yellow]note:[/] {text}", highlight=False)
+        self._console.print(f"[yellow]note:[/] {escape(text)}", highlight=False)
 
     def close(self) -> None:
         """The bar goes; what was printed stays."""

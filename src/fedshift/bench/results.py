@@ -102,13 +102,16 @@ class Result:
             table.add_column(column, no_wrap=True)
         for metric in metrics:
             for part in parts:
-                table.add_column(f"{_short(metric)}\n{part.upper() if part != 'worst' else 'worst'}", justify="right")
-        table.add_column("kB up\nround", justify="right")
+                table.add_column(
+                    f"{short_name(metric)}\n{part.upper() if part != 'worst' else 'worst'}", justify="right"
+                )
+        table.add_column("kB up\nclient", justify="right")
+        table.add_column("kB down\nclient", justify="right")
         table.add_column("s\nround", justify="right")
         best = {(m, p): self._best(m, p, rule) for m in metrics for p in parts}
         for row in self.rows:
             cells = [
-                _cell(_number(row, metric, rule, part), best[metric, part]) for metric in metrics for part in parts
+                _cell(number_of(row, metric, rule, part), best[metric, part]) for metric in metrics for part in parts
             ]
             point = [_text(dict(row.point).get(key, "")) for key in sweep]
             table.add_row(row.method, row.adapter, *point, *cells, *_cost_cells(row.cost))
@@ -123,14 +126,14 @@ class Result:
             table.add_column(column, no_wrap=True)
         for metric in metrics:
             for rule in RULES:
-                table.add_column(f"{_short(metric)}\n{rule}", justify="right")
+                table.add_column(f"{short_name(metric)}\n{rule}", justify="right")
         for row in self.rows:
-            cells = [_cell(_number(row, metric, rule, "avg"), None) for metric in metrics for rule in RULES]
+            cells = [_cell(number_of(row, metric, rule, "avg"), None) for metric in metrics for rule in RULES]
             table.add_row(row.method, row.adapter, *(_text(dict(row.point).get(key, "")) for key in sweep), *cells)
         return table
 
     def _best(self, metric: str, part: str, rule: str) -> float | None:
-        found = [number[0] for row in self.rows if (number := _number(row, metric, rule, part)) is not None]
+        found = [number[0] for row in self.rows if (number := number_of(row, metric, rule, part)) is not None]
         return max(found) if len(found) > 1 else None
 
 
@@ -187,9 +190,16 @@ def _points(configs: Mapping[Path, Mapping[str, Any]]) -> dict[Path, tuple[tuple
             if key not in known and any(value != values[0] for value in values):
                 for path in members:
                     extra[path][key] = flat[path].get(key)
-    # a swept key explains differences in the table it sets; what is left over is shown too
-    shown = {path: swept[path] or extra[path] for path in configs}
+    # a swept key explains what differs in the table it sets; whatever else differs is shown too
+    shown = {
+        path: {**swept[path], **{k: v for k, v in extra[path].items() if _table(k) not in map(_table, swept[path])}}
+        for path in configs
+    }
     return {path: tuple((key, _plain(value)) for key, value in point.items()) for path, point in shown.items()}
+
+
+def _table(key: str) -> str:
+    return key.partition(".")[0]
 
 
 def _plain(value: Any) -> Any:
@@ -260,7 +270,8 @@ def _text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _number(row: Row, metric: str, rule: str, part: str) -> tuple[float, float] | None:
+def number_of(row: Row, metric: str, rule: str, part: str) -> tuple[float, float] | None:
+    """Mean and deviation over seeds of a metric that is named without its model, or None."""
     if metric.startswith("after-local/"):
         return row.number(metric, rule, part)
     for model in ("global", "personal"):
@@ -278,13 +289,15 @@ def _cell(number: tuple[float, float] | None, best: float | None) -> str:
     return f"[bold]{text}[/]" if best is not None and mean >= best - 0.05 else text
 
 
-def _cost_cells(cost: Mapping[str, float]) -> tuple[str, str]:
-    return f"{cost['bytes-up'] / 1000:.0f}", f"{cost['seconds-per-round']:.2f}"
+def _cost_cells(cost: Mapping[str, float]) -> tuple[str, str, str]:
+    """Bytes per round and client, seconds per round."""
+    return f"{cost['bytes-up'] / 1000:.0f}", f"{cost['bytes-down'] / 1000:.0f}", f"{cost['seconds-per-round']:.2f}"
 
 
-def _short(metric: str) -> str:
+def short_name(metric: str) -> str:
+    """A metric as a column's head."""
     if metric.startswith("after-local/"):
-        return f"{_short(metric.removeprefix('after-local/'))}\nafter local"
+        return f"{short_name(metric.removeprefix('after-local/'))}\nafter local"
     stream, _, population = metric.partition("/")
     return stream if population == "clients" else f"{stream} ({population})"
 

@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def run(
     """
     say = reporter or Silent()
     compute = Compute(device_for(device), PRECISIONS[experiment.precision])
-    with one_thread():
+    with steady():
         jobs = list(_jobs(experiment, Path(out), network, data, say))
         _check_unfinished(jobs, resume, restart)
         chosen, worker = engine_for(
@@ -95,14 +95,21 @@ def run(
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """One torch thread while a run lasts: a second one on a busy machine makes small networks many times slower."""
-    before = torch.get_num_threads()
+def steady() -> Iterator[None]:
+    """Settings of torch while a run lasts, and what they were afterwards.
+
+    One thread: a second one on a busy machine makes small networks many times slower. On CUDA only kernels that give the
+    same bits each time, and float32 that is float32.
+    """
+    threads, cudnn = torch.get_num_threads(), torch.backends.cudnn
+    before = (cudnn.allow_tf32, cudnn.deterministic)
     torch.set_num_threads(1)
+    cudnn.allow_tf32, cudnn.deterministic = False, True
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
+        cudnn.allow_tf32, cudnn.deterministic = before
 
 
 def _jobs(
@@ -242,9 +249,8 @@ def _line(round_: int, report: RoundReport) -> dict[str, Any]:
 def _validate(job: Job, federation: Federation, state: State, progress: Progress) -> Progress:
     """Score validation data (and test streams for the oracle), and keep the state if it is the best so far."""
     parts = ["val", *(job.task.streams if job.experiment.evaluate.oracle else ())]
-    plain = {name: job.setup.adapter(AdapterSpec(name="none"), m) for name, m in job.setup.methods.items()}
     started = time.perf_counter()
-    scores = federation.evaluate(plain, federation.deployed(state), parts)
+    scores = federation.evaluate(job.setup.plain, federation.deployed(state), parts)
     model = _model_name(job)
     by_part = {part: {name: score for (name, p), score in scores.items() if p == part} for part in parts}
     line: dict[str, Any] = {"round": state.round}
@@ -279,6 +285,7 @@ def _adapt(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
         if state.round not in models:
             say.doing(f"{title}: models of round {state.round}")
             models[state.round] = _models(job, federation, state, say)
+    origin = {"seed": job.seed, "task-hash": job.task.hash, "fedshift": fedshift.__version__}
     for spec in waiting:
         say.doing(f"{title}: adapter {spec.title}")
         adapters = {name: job.setup.adapter(spec, method) for name, method in job.setup.methods.items()}
@@ -289,12 +296,22 @@ def _adapt(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
                 if served.model == "after-local" and spec.name != "none":
                     continue
                 scores = federation.evaluate(adapters, served.trees, list(job.task.streams))
-                rows += [_row(served, stream, scores) for stream in job.task.streams]
+                rows += [
+                    {**_row(served, stream, scores), "setting": asdict(job.task.setting(stream))}
+                    for stream in job.task.streams
+                ]
             by_round[round_] = rows
         job.folder.write_scores(
             spec.title,
             [
-                {"selection": rule, "round": state.round, "adapter": spec.name, "options": spec.options(), **row}
+                {
+                    "selection": rule,
+                    "round": state.round,
+                    "adapter": spec.name,
+                    "options": spec.options(),
+                    **row,
+                    **origin,
+                }
                 for rule, state in states.items()
                 for row in by_round[state.round]
             ],

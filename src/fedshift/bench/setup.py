@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -46,7 +47,7 @@ def make_task(experiment: Experiment, seed: int, data: Pool | Task | None = None
     5
     """
     if isinstance(data, Task):
-        return data if data.hash else replace(data, hash=task_hash(data))
+        return replace(data, hash=task_hash(data))
     spec = experiment.data
     cache = cache_folder()
     partition = with_options(
@@ -102,6 +103,11 @@ class Setup:
         name = names[max(number, 0) % len(names)]
         return name, self.methods[name]
 
+    @cached_property
+    def plain(self) -> dict[str, Adapter]:
+        """No adaptation, by architecture."""
+        return {name: self.adapter(AdapterSpec(name="none"), method) for name, method in self.methods.items()}
+
     def adapter(self, spec: AdapterSpec, method: Method) -> Adapter:
         """An adapter on a method's deployed models; raises if the pair is not valid."""
         cls = ADAPTERS[spec.name].make
@@ -140,9 +146,8 @@ def make_arch(
     else:
         options = {**model.options(), **changes}
         maker = with_options(MODELS[model.name].make, f"model {model.name!r}", options)
-        arch = Arch.of(
-            lambda: maker.make(task.shape, len(task.classes)), task.shape, name=model.name, mean=mean, std=std
-        )
+        shape, classes = task.shape, len(task.classes)  # the function below must not hold on to the task's images
+        arch = Arch.of(lambda: maker.make(shape, classes), shape, name=model.name, mean=mean, std=std)
     if arch.classes < len(task.classes):
         raise UserError(
             f"network {arch.name!r} gives {arch.classes} logits, but the data have {len(task.classes)} classes"

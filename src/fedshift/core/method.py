@@ -7,7 +7,7 @@ know no method. The client half must be vmappable: no Python branching on tensor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from fedshift.core.arch import Arch, Output
 from fedshift.core.grad import gradient
 from fedshift.core.optim import OPTIMISERS, Optim, clip_by_norm
-from fedshift.core.tree import Tensors, Tree, pick, weighted_mean
+from fedshift.core.tree import Tensors, Tree, drop, pick, weighted_mean
 from fedshift.errors import UserError
 
 if TYPE_CHECKING:
@@ -240,8 +240,8 @@ class Method:
     def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
         """What goes down to this client; None is a client nobody has seen, who also gets what others published."""
         if client is None:
-            return {"model": {**_without(server["model"], self.private(now)), **server.get("newcomer", {})}}
-        return {"model": _without(server["model"], self.private(now))}
+            return {"model": {**drop(server["model"], self.private(now)), **server.get("newcomer", {})}}
+        return {"model": drop(server["model"], self.private(now))}
 
     def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
         """The next server state. ``now`` has ``samples`` [K] in the order of ``ups`` (client order).
@@ -289,11 +289,3 @@ class Method:
         rest = self.trainable(phase) - named
         base = phase.optim if phase.optim is not None else self.train.optim()
         return (*phase.groups, (rest, base)) if rest else phase.groups
-
-    def on(self, arch: Arch) -> Method:
-        """The same method on another architecture."""
-        return replace(self, arch=arch)
-
-
-def _without(tensors: Tensors, names: frozenset[str]) -> Tensors:
-    return {name: leaf for name, leaf in tensors.items() if name not in names} if names else tensors

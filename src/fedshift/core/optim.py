@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fedshift.core.checks import not_negative
 from fedshift.core.tree import Tensors
 from fedshift.errors import UserError
 
@@ -29,12 +30,6 @@ class Optim(Protocol):
         """One step; neither argument is changed."""
 
 
-def _checked(**values: float) -> None:
-    for name, value in values.items():
-        if not value >= 0:
-            raise UserError(f"{name.replace('_', '-')} must not be negative, not {value}")
-
-
 @dataclass(frozen=True)
 class SGD:
     """Stochastic gradient descent with torch's conventions: coupled L2 weight decay, heavy-ball momentum.
@@ -50,7 +45,7 @@ class SGD:
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        _checked(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+        not_negative("optimiser", lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
         if self.momentum >= 1:
             raise UserError(f"momentum must be below 1, not {self.momentum}")
 
@@ -96,7 +91,9 @@ class Adam:
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        _checked(lr=self.lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay)
+        not_negative(
+            "optimiser", lr=self.lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay
+        )
 
     def memory(self, tensors: Tensors) -> Tensors:
         """Zero moments and a step counter."""

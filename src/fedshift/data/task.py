@@ -296,7 +296,7 @@ def _digest(*tensors: Tensor) -> str:
 
 def task_hash(task: Task) -> str:
     """A digest of every byte a method can see."""
-    parts: list[object] = [FORMAT, task.classes, _digest(task.images, task.labels)]
+    parts: list[object] = [FORMAT, task.classes, len(task.clients), _digest(task.images, task.labels, task.ids)]
     for client in (*task.clients, *task.unseen):
         parts += [client.name, _digest(client.train, client.val, client.test)]
     for name, stream in task.streams.items():

@@ -20,8 +20,7 @@ MOST = 32  # graphs kept; each holds the memory of its intermediate results
 class Graphs:
     """Replays steps. Tensors of a returned state belong to the graph until the next call."""
 
-    def __init__(self, compile_step: bool = False) -> None:
-        self._compile = compile_step
+    def __init__(self) -> None:
         self._seen: Counter[Hashable] = Counter()
         self._steps: dict[Hashable, Step] = {}
         self._states: dict[Hashable, Tree] = {}
@@ -30,12 +29,16 @@ class Graphs:
         self._graphs: dict[Hashable, Any] = {}
         self._pool: Any = None
 
-    def step(self, group: Hashable, size: int, step: Step, state: Tree, batch: Mapping[str, Tensor]) -> Tree:
+    def step(
+        self, group: Hashable, size: int, step: Step, state: Tree, batch: Mapping[str, Tensor], compile_step: bool
+    ) -> Tree:
         """One step. ``group`` identifies method, phase and number of clients; ``size`` is the batch's."""
         key = (group, size)
         if key not in self._graphs:
             self._seen[key] += 1
-            chosen = self._steps.setdefault(key, self._prepared(step))
+            if key not in self._steps:
+                self._steps[key] = _compiled(step) if compile_step else step
+            chosen = self._steps[key]
             if self._seen[key] <= WARM_UP or len(self._graphs) >= MOST:
                 return chosen(state, batch)
             self._capture(key, group, chosen, state, batch)
@@ -48,16 +51,6 @@ class Graphs:
         self._graphs[key].replay()
         return static
 
-    @property
-    def replaying(self) -> bool:
-        """Whether eager steps have been captured, and none is compiled."""
-        return bool(self._graphs) and not self._compile
-
-    def compile(self) -> None:
-        """From now on steps go through ``torch.compile`` before they are captured: worth its time in long runs only."""
-        self.clear()
-        self._compile = True
-
     def clear(self) -> None:
         """Free everything."""
         self._seen.clear()
@@ -66,24 +59,6 @@ class Graphs:
         self._batches.clear()
         self._copied.clear()
         self._graphs.clear()
-
-    def _prepared(self, step: Step) -> Step:
-        if not self._compile:
-            return step
-        compiled: Step = torch.compile(step, dynamic=False)
-
-        def guarded(state: Tree, batch: Mapping[str, Tensor]) -> Tree:
-            nonlocal compiled
-            try:
-                return compiled(state, batch)
-            except torch._dynamo.exc.TorchDynamoException as error:  # the eager step gives the same numbers
-                warnings.warn(
-                    f"torch.compile cannot handle this step ({str(error)[:200]}); going on without", stacklevel=2
-                )
-                compiled = step
-                return step(state, batch)
-
-        return guarded
 
     def _capture(self, key: Hashable, group: Hashable, step: Step, state: Tree, batch: Mapping[str, Tensor]) -> None:
         static = self._states.setdefault(group, map_tree(torch.clone, state))
@@ -96,8 +71,23 @@ class Graphs:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            _copy(step(static, inputs), static)
+            _copy(_apart(step(static, inputs), static), static)
         self._graphs[key] = graph
+
+
+def _compiled(step: Step) -> Step:
+    compiled: Step = torch.compile(step, dynamic=False)
+
+    def guarded(state: Tree, batch: Mapping[str, Tensor]) -> Tree:
+        nonlocal compiled
+        try:
+            return compiled(state, batch)
+        except torch._dynamo.exc.TorchDynamoException as error:  # the eager step gives the same numbers
+            warnings.warn(f"torch.compile cannot handle this step ({str(error)[:200]}); going on without", stacklevel=2)
+            compiled = step
+            return step(state, batch)
+
+    return guarded
 
 
 def _copy(source: Tree, target: Tree) -> None:
@@ -105,5 +95,17 @@ def _copy(source: Tree, target: Tree) -> None:
         return
     for slot, leaves in source.items():
         for name, leaf in leaves.items():
-            if leaf is not target[slot][name]:
+            if leaf.data_ptr() != target[slot][name].data_ptr():
                 target[slot][name].copy_(leaf)
+
+
+def _apart(moved: Tree, static: Tree) -> Tree:
+    """A step may hand an old value on under another name; it is copied before its place is overwritten."""
+    places = {leaf.data_ptr() for leaves in static.values() for leaf in leaves.values()}
+    return {
+        slot: {
+            name: leaf.clone() if leaf.data_ptr() in places - {static[slot][name].data_ptr()} else leaf
+            for name, leaf in leaves.items()
+        }
+        for slot, leaves in moved.items()
+    }

@@ -1,7 +1,7 @@
 """All CPU cores: worker processes over clients, one torch thread each.
 
 Messages are safetensors files in shared memory (``/dev/shm`` where there is room, the temporary folder otherwise): a
-model that goes to every client is written once, workers map it and read it without a copy. The task's images are
+model that goes to every client is written once for all. The task's images are
 written there once and mapped by every worker. Methods and adapters travel by value, so a class defined in a notebook
 or in a script without a main guard works; one that cannot be shipped falls back to the sequential engine, which is
 said.
@@ -51,6 +51,7 @@ class Parallel:
         self.workers = workers or usable_cores()
         self._folder = Path(tempfile.mkdtemp(prefix="fedshift-", dir=_shared_memory()))
         self._shipped: dict[int, tuple[object, str | None]] = {}
+        self._fresh: set[str | None] = set()  # shipped since the last task
         self._cleanup = weakref.finalize(self, shutil.rmtree, str(self._folder), ignore_errors=True)
 
     def train(
@@ -125,6 +126,7 @@ class Parallel:
             try:
                 path.write_bytes(cloudpickle.dumps(thing))
                 self._shipped[id(thing)] = (thing, str(path))
+                self._fresh.add(str(path))
             except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError) as error:
                 warnings.warn(
                     f"{type(thing).__name__} cannot be sent to worker processes ({error}); working sequentially instead",
@@ -133,9 +135,21 @@ class Parallel:
                 self._shipped[id(thing)] = (thing, None)
         return self._shipped[id(thing)][1]
 
+    def _forget(self) -> None:
+        """Remove what was shipped for earlier runs. Two tasks stay: Centralised trains on one and tests on another."""
+        folders = [path for _, path in self._shipped.values() if path is not None and Path(path).is_dir()]
+        if len(folders) < 2:
+            return
+        for _, path in self._shipped.values():
+            if path is not None and path not in self._fresh:
+                shutil.rmtree(path) if Path(path).is_dir() else Path(path).unlink()
+        self._shipped = {key: kept for key, kept in self._shipped.items() if kept[1] in self._fresh}
+        self._fresh = set()
+
     def _ship_task(self, task: Task) -> str:
         """Write images as arrays that workers map, and the rest of the task beside them."""
         if id(task) not in self._shipped:
+            self._forget()
             folder = self._file()
             folder.mkdir()
             np.save(folder / "images.npy", task.images.numpy())

@@ -11,7 +11,6 @@ so a smaller group is filled up with copies of one of its members, whose results
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -40,7 +39,10 @@ from fedshift.engines.work import (
     seeded,
 )
 
-COMPILE_PAYS = 300.0  # seconds of replays still to come: compiling takes about half a minute and saves a fifth of them
+# Samples a run works through before compiling its steps pays: it takes about half a minute and saves a fifth. A function
+# of the settings alone, never of the clock, so that a resumed run takes the same kernels.
+COMPILE_PAYS = 50_000_000
+MOST_METHODS = 4  # whose graphs are kept
 
 
 class Vmapped:
@@ -50,14 +52,18 @@ class Vmapped:
         self.compute = compute or Compute()
         self.max_clients = max_clients
         self._placement = Placement(self.compute.device)
-        self._graphs = Graphs(compile_step) if self.compute.device.type == "cuda" else None
+        self._compile = compile_step
+        self._graphs = Graphs() if self.compute.device.type == "cuda" else None
+        self._task: Task | None = None
+        self._compiles: dict[Method, bool] = {}  # methods of this task, and whether their steps are compiled
 
     def train(
         self, method: Method, downs: Mapping[str, Tree], mines: Mapping[str, Tree], task: Task, plan: Plan
     ) -> dict[str, Reply]:
         """The local work of every client in ``downs``."""
-        started = time.perf_counter()
         here = self._placement(task)
+        if self._graphs is not None:
+            self._remember(self._graphs, method, task, _work(method, task, len(downs), plan))
         names = list(downs)
         replies: dict[str, Reply] = {}
         for start in range(0, len(names), self.max_clients):
@@ -65,13 +71,6 @@ class Vmapped:
             clients = [here.client(name) for name in some]
             received, kept = [downs[name] for name in some], [mines.get(name, {}) for name in some]
             replies |= self._cohort(method, received, kept, clients, here, plan)
-        left = plan.now.rounds - plan.now.round - 1
-        if (
-            self._graphs is not None
-            and self._graphs.replaying
-            and (time.perf_counter() - started) * left > COMPILE_PAYS
-        ):
-            self._graphs.compile()
         return replies
 
     def evaluate(
@@ -115,7 +114,10 @@ class Vmapped:
         sound = (_finite(ups, count, state) & _finite(kept, count, state)).tolist()
         steps = state["log"]["steps"].tolist()
         losses = (state["log"]["loss"] / state["log"]["steps"].clamp(min=1)).tolist()
-        rows = zip(clients, unstack(ups, count), unstack(kept, count), losses, steps, sound, strict=True)
+        own = unstack(kept, count)
+        if count < len(task.clients):  # a view would keep the whole stack alive until its last client trains again
+            own = [map_tree(torch.clone, mine) for mine in own]
+        rows = zip(clients, unstack(ups, count), own, losses, steps, sound, strict=True)
         return {
             client.name: Reply(up, mine, loss, int(taken), bool(fine) and loss - loss == 0)
             for client, up, mine, loss, taken, fine in rows
@@ -135,8 +137,15 @@ class Vmapped:
                 group.state = step(group.state, order)
             else:
                 key = (method, suited, queues.signature, len(rows))
-                group.state = self._graphs.step(key, size, step, group.state, order)
+                group.state = self._graphs.step(key, size, step, group.state, order, self._compiles[method])
         return group.everyone()
+
+    def _remember(self, graphs: Graphs, method: Method, task: Task, work: float) -> None:
+        """Graphs hold memory: another task, or more methods than a mixed federation has, and the old ones go."""
+        if task is not self._task or (method not in self._compiles and len(self._compiles) >= MOST_METHODS):
+            graphs.clear()
+            self._task, self._compiles = task, {}
+        self._compiles.setdefault(method, self._compile or work > COMPILE_PAYS)
 
     def _filled(self, members: list[int], count: int) -> list[int]:
         """On CUDA groups come in few widths, so that few graphs are needed."""
@@ -144,6 +153,17 @@ class Vmapped:
             return members
         width = min(count, 1 << (len(members) - 1).bit_length())
         return members + members[:1] * (width - len(members))
+
+
+def _work(method: Method, task: Task, clients: int, plan: Plan) -> float:
+    """About how many samples a run of such rounds works through."""
+    mean = sum(len(client.train) for client in task.clients) / len(task.clients)
+    total = 0.0
+    for phase in plan.phases:
+        steps = phase.steps if phase.steps is not None or phase.epochs is not None else method.train.local_steps
+        epochs = method.train.local_epochs if phase.epochs is None else phase.epochs
+        total += mean * epochs if steps is None else steps * method.train.batch_size
+    return total * clients * plan.now.rounds
 
 
 def _begin(

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedshift.core import rng
 from fedshift.core.adapter import Adapter
 from fedshift.core.method import Facts, Method, Phase
 from fedshift.core.schedule import Plan, batches, draw, fitting, seeds_for
@@ -276,5 +277,5 @@ def chunks(index: Tensor, batch: int | None) -> list[Tensor]:
 
 
 def _draws(adapter: Adapter, ids: Tensor, seed: int, compute: Compute) -> dict[str, Tensor]:
-    seeds: dict[str, int | Tensor] = dict.fromkeys(adapter.draws(), seed)
+    seeds: dict[str, int | Tensor] = {name: rng.seed_of(seed, "draw", name) for name in adapter.draws()}
     return {name: leaf.to(compute.device) for name, leaf in draw(adapter.draws(), seeds, ids, compute.dtype).items()}

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fedshift.core.checks import not_negative
 from fedshift.core.method import Batch, Facts, Method, Now, Phase
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, squared_distance
@@ -25,6 +26,10 @@ class Ditto(Method):
 
     personal: ClassVar[bool] = True
     linear: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        not_negative("method 'ditto'", lam=self.lam)
 
     def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
         """The personal model starts where everybody starts; a stranger has none."""

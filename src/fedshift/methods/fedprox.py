@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fedshift.core.checks import not_negative
 from fedshift.core.method import Batch, Method, Phase
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, squared_distance
@@ -24,6 +25,10 @@ class FedProx(Method):
     mu: float = 0.01
 
     linear: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        not_negative("method 'fedprox'", mu=self.mu)
 
     def client_init(self, down: Tree, mine: Tree) -> Tree:
         """Remember what was received."""

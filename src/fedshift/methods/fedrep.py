@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fedshift.core.checks import not_negative
 from fedshift.core.method import Now, Phase
 from fedshift.core.registry import method
 from fedshift.methods.fedper import FedPer
@@ -23,6 +24,10 @@ class FedRep(FedPer):
 
     head_epochs: int | None = None
     body_epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        not_negative("method 'fedrep'", head_epochs=self.head_epochs, body_epochs=self.body_epochs)
 
     def phases(self, now: Now) -> tuple[Phase, ...]:
         """Head, then body."""

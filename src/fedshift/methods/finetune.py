@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fedshift.core.checks import not_negative
 from fedshift.core.method import Method, Phase
 from fedshift.core.registry import method
 
@@ -22,6 +23,10 @@ class FineTune(Method):
 
     personal: ClassVar[bool] = True
     linear: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        not_negative("method 'finetune'", epochs=self.epochs)
 
     def final_phases(self) -> tuple[Phase, ...]:
         """Train the received model once more, for oneself."""

@@ -1,0 +1,18 @@
+"""Checks of hyper-parameters that say what is wrong in the words of the TOML file."""
+
+from __future__ import annotations
+
+from fedshift.errors import UserError
+
+
+def not_negative(what: str, **values: float | None) -> None:
+    """Raise a sentence for the first value below zero (or NaN); None is no value.
+
+    >>> not_negative("method 'fedprox'", mu=-1.0)
+    Traceback (most recent call last):
+    ...
+    fedshift.errors.UserError: method 'fedprox': mu must not be negative, not -1.0
+    """
+    for name, value in values.items():
+        if value is not None and not value >= 0:
+            raise UserError(f"{what}: {name.replace('_', '-')} must not be negative, not {value}")
