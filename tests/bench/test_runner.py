@@ -1004,3 +1004,14 @@ def test_an_override_of_a_swept_key_wins(tmp_path: Path) -> None:
     assert len(list(Experiment.load(path).variants())) == 4
     points = [point for point, _ in Experiment.load(path, ["train.lr=0.5"]).variants()]
     assert points == [{"rounds": 1}, {"rounds": 2}]
+
+
+def test_edited_code_is_not_mistaken_for_a_finished_run() -> None:
+    from fedshift.bench.code import code_digest
+    from fedshift.methods.fedavg import FedAvg
+
+    made = [
+        type("Mine", (FedAvg,), {"__module__": "notebook", "answer": answer}) for answer in (lambda _: 1, lambda _: 2)
+    ]
+    assert code_digest(FedAvg) == ""
+    assert len({code_digest(cls) for cls in made}) == 2

@@ -213,7 +213,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted keys; what a seed decides is left out."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        if not prefix and key in ("seed", "task-hash", "networks", "sweep-point"):
+        if not prefix and key in ("seed", "task-hash", "networks", "sweep-point", "code"):
             continue
         if isinstance(value, Mapping):
             flat |= _flat(value, f"{prefix}{key}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 import fedshift
+from fedshift.bench.code import code_digest
 from fedshift.bench.experiment import AdapterSpec, Experiment, MethodSpec
 from fedshift.bench.federation import Federation, RoundReport, State
 from fedshift.bench.folder import Progress, RunFolder, toml_text
@@ -24,6 +26,7 @@ from fedshift.bench.results import Result, collect
 from fedshift.bench.setup import PRECISIONS, Network, Setup, make_setup, make_task, with_baselines
 from fedshift.core import rng
 from fedshift.core.arch import Arch
+from fedshift.core.registry import ADAPTERS
 from fedshift.core.tree import Tree
 from fedshift.data.pool import Pool
 from fedshift.data.task import Task
@@ -139,13 +142,18 @@ def _config(
     arch = {name: _fingerprint(m.arch, seed) for name, m in setup.methods.items()}
     method = {key: value for key, value in spec.model_dump(by_alias=True).items() if key != "adapters"}
     facts = {"format": FORMAT, "seed": seed, "task-hash": task.hash, "networks": arch, "sweep-point": dict(point)}
-    return {**facts, "method": method, **whole}
+    code = code_digest(type(setup.method))
+    return {**facts, **({"code": code} if code else {}), "method": method, **whole}
 
 
 def _fingerprint(arch: Arch, seed: int) -> str:
-    """A digest of where a network starts: two networks of one name do not share a run."""
+    """A digest of where a network starts and what it answers: two networks of one name do not share a run."""
     digest = hashlib.blake2b(digest_size=8)
-    for name, leaf in arch.init(rng.seed_of(seed, "init")).items():
+    tensors = arch.init(rng.seed_of(seed, "init"))
+    with torch.no_grad():
+        probe = torch.linspace(0, 1, math.prod(arch.input_shape)).reshape(1, *arch.input_shape)
+        logits = arch(tensors, probe).logits
+    for name, leaf in {**tensors, "logits": (logits * 1e3).round()}.items():  # coarse: the same on every machine
         digest.update(f"{name}{tuple(leaf.shape)}{leaf.dtype}".encode())
         digest.update(leaf.contiguous().numpy().tobytes())
     return digest.hexdigest()
@@ -309,6 +317,7 @@ def _adapt(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
                     "round": state.round,
                     "adapter": spec.name,
                     "options": spec.options(),
+                    "code": code_digest(ADAPTERS[spec.name].make),
                     **row,
                     **origin,
                 }
@@ -320,8 +329,8 @@ def _adapt(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
 
 def _scored(spec: AdapterSpec, row: Mapping[str, Any] | None) -> bool:
     """Whether these are scores of this adapter with these options, not only of one with the same label."""
-    wanted = json.loads(json.dumps([spec.name, spec.options()]))
-    return row is not None and [row["adapter"], row["options"]] == wanted
+    wanted = json.loads(json.dumps([spec.name, spec.options(), code_digest(ADAPTERS[spec.name].make)]))
+    return row is not None and [row["adapter"], row["options"], row.get("code")] == wanted
 
 
 @dataclass(frozen=True)
