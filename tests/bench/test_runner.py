@@ -1015,3 +1015,34 @@ def test_edited_code_is_not_mistaken_for_a_finished_run() -> None:
     ]
     assert code_digest(FedAvg) == ""
     assert len({code_digest(cls) for cls in made}) == 2
+
+
+@pytest.fixture
+def late_failure() -> Iterator[str]:
+    """FedAvg goes well, fine-tuning gives NaN."""
+    from fedshift.methods.finetune import FineTune
+
+    @fedshift.method("late-failure")
+    @dataclass(frozen=True)
+    class LateFailure(FineTune):
+        """Fails at the end."""
+
+        def loss(self, state: Tree, tensors: Any, batch: Any, phase: Any) -> Any:
+            value, buffers = super().loss(state, tensors, batch, phase)
+            return value * (float("nan") if phase.name == "finetune" else 1.0), buffers
+
+    yield "late-failure"
+    METHODS._entries.pop("late-failure")
+
+
+def test_a_client_that_fails_in_its_last_steps_is_named(tmp_path: Path, late_failure: str) -> None:
+    """The run goes on, is scored with what was received, and says who failed."""
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = go(tiny(method=[{"name": late_failure}]), tmp_path)
+    said = [str(warning.message) for warning in caught if "last training steps" in str(warning.message)]
+    assert said
+    assert all("late-failure seed 0: client '" in text for text in said)
+    assert all("nan" not in path.read_text().lower() for path in result.folders[0].rglob("*.jsonl"))

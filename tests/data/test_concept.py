@@ -244,9 +244,9 @@ def test_a_rotated_task_with_less_training_data_is_the_same_with_a_cache(case: s
 def test_the_cache_serves_rotated_tasks_with_less_training_data(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rotated(splitting=SMALLER[case], cache=tmp_path)
+    made = rotated(splitting=SMALLER[case], cache=tmp_path)
     monkeypatch.setattr(task_module, "_make", refuse)
-    rotated(splitting=SMALLER[case], cache=tmp_path)
+    assert torch.equal(made.images, rotated(splitting=SMALLER[case], cache=tmp_path).images)
 
 
 # ---- from a file --------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -64,7 +64,9 @@ class Federation:
         seed: int,
         rounds: int,
         participation: float = 1.0,
+        note: Callable[[str], object] = lambda _: None,
     ) -> None:
+        self._note = note
         self.setup, self.task, self.engine, self.compute = setup, task, engine, compute
         self.seed, self.rounds, self.participation = seed, rounds, participation
         self.training = setup.method.prepare_task(task)  # whose clients train
@@ -117,6 +119,7 @@ class Federation:
         finals = self.setup.method.final_phases()
         if finals:
             replies = self._train(state, self.task.clients, downs, now, final=True)
+            self._name_failed(replies)
             mines = {name: reply.mine if reply.finite else mines[name] for name, reply in replies.items()}
         return {c.name: self._method(c).deployed(downs[c.name], mines[c.name]) for c in self.task.clients}
 
@@ -130,6 +133,7 @@ class Federation:
         now = self.now(state)
         downs = {c.name: self.setup.method.broadcast(state.server, c.name, now) for c in self.task.clients}
         replies = self._train(state, self.task.clients, downs, now, final=False)
+        self._name_failed(replies)
         result: dict[str, Tree] = {}
         for client in self.task.clients:
             down, reply = downs[client.name], replies[client.name]
@@ -155,6 +159,7 @@ class Federation:
                 reply = self.engine.train(method, {client.name: down}, {client.name: mine}, self.task, plan)[
                     client.name
                 ]
+                self._name_failed({client.name: reply})
                 mine = reply.mine if reply.finite else mine
             tree = method.deployed(down, mine)
             if not set(method.arch.parameters) <= set(tree.get("model", {})):
@@ -205,6 +210,11 @@ class Federation:
             plan = Plan(phases, now, self.seed, final)
             replies |= self.engine.train(method, {c.name: downs[c.name] for c in members}, mines, task, plan)
         return {client.name: replies[client.name] for client in clients}
+
+    def _name_failed(self, replies: Mapping[str, Reply]) -> None:
+        """Say whose last training steps came to nothing."""
+        for name in (name for name, reply in replies.items() if not reply.finite):
+            self._note(f"client {name!r} is scored without its last training steps: their loss or update is not finite")
 
     def _participants(self, number: int) -> list[Client]:
         clients = self.training.clients

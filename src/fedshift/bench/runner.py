@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -186,9 +187,10 @@ def _check_writable(out: Path, jobs: Sequence[Job]) -> None:
 
 
 # ---- training ------------------------------------------------------------------------------------------------------------
-def _federation(job: Job, engine: Engine, compute: Compute) -> Federation:
+def _federation(job: Job, engine: Engine, compute: Compute, say: Reporter) -> Federation:
     variant = job.experiment
-    return Federation(job.setup, job.task, engine, compute, job.seed, variant.rounds, variant.participation)
+    note = cache(lambda text: say.note(f"{job.setup.spec.title} seed {job.seed}: {text}"))  # each thing is said once
+    return Federation(job.setup, job.task, engine, compute, job.seed, variant.rounds, variant.participation, note)
 
 
 def _train(job: Job, engine: Engine, compute: Compute, resume: bool, say: Reporter) -> None:
@@ -198,7 +200,7 @@ def _train(job: Job, engine: Engine, compute: Compute, resume: bool, say: Report
     if folder.done:
         say.skip(title, variant.rounds)
         return
-    federation = _federation(job, engine, compute)
+    federation = _federation(job, engine, compute, say)
     if resume and folder.checkpoints():
         state, progress = folder.restore(compute.device)
         say.begin(title, state.round, variant.rounds)
@@ -286,7 +288,7 @@ def _adapt(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
     title = f"{job.setup.spec.title} seed {job.seed}"
     if not waiting:
         return
-    federation = _federation(job, engine, compute)
+    federation = _federation(job, engine, compute, say)
     states = {"last": job.folder.last(compute.device), "best-val": job.folder.best(compute.device)}
     models: dict[int, list[Served]] = {}
     for state in states.values():
