@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from fedshift.core.tree import Tensors, Tree, all_finite, pick
 from fedshift.data.streams import Setting
 from fedshift.data.task import Client, Samples, Task
 
+BINS = 20  # of a density
 EVALUATION_CHUNK = 512  # per-sample adapters give the same answers in chunks of any size
 
 
@@ -42,12 +44,39 @@ class Reply:
 
 
 @dataclass(frozen=True)
+class Density:
+    """How numbers in [0, 1], one for each sample, are spread: their sum and the counts of twenty equal bins.
+
+    >>> Density.of(torch.tensor([0.0, 0.5, 1.0])).mean
+    0.5
+    """
+
+    total: float
+    counts: tuple[int, ...]
+
+    @staticmethod
+    def of(values: Tensor) -> Density:
+        """The density of a stream's values."""
+        bins = (values.clamp(0, 1) * BINS).long().clamp(max=BINS - 1)
+        return Density(float(values.double().sum()), tuple(bins.bincount(minlength=BINS).tolist()))
+
+    @property
+    def mean(self) -> float:
+        """The mean value."""
+        return self.total / max(sum(self.counts), 1)
+
+    def __add__(self, other: Density) -> Density:
+        return Density(self.total + other.total, tuple(map(operator.add, self.counts, other.counts)))
+
+
+@dataclass(frozen=True)
 class Score:
     """How one client's stream was predicted."""
 
     samples: int
     correct: int
     loss: float  # summed negative log-likelihood
+    telemetry: Mapping[str, Density] = field(default_factory=dict)  # what the adapter tells about itself
 
     @property
     def accuracy(self) -> float:
