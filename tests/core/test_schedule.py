@@ -147,10 +147,10 @@ def test_seeds_name_run_round_client_and_purpose() -> None:
         base.seed_for("a"),
         Plan((), replace(now, round=4), 0).seed_for("a", "train"),
         Plan((), now, 1).seed_for("a", "train"),
-        Plan((), now, 0, final=True).seed_for("a", "train"),
+        Plan((), replace(now, final=True), 0).seed_for("a", "train"),
     ]
     assert len({base.seed_for("a", "train"), *others}) == 7
-    last = Plan((), replace(now, round=10), 0, final=True).seed_for("a", "train")
+    last = Plan((), replace(now, round=10, final=True), 0).seed_for("a", "train")
     assert last == others[-1]  # the final phases do not know how many rounds there were
 
 

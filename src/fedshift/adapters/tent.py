@@ -17,6 +17,8 @@ from fedshift.core.registry import adapter
 from fedshift.core.tree import Tensors, Tree, pick
 from fedshift.errors import UserError
 
+BITS = 1.4426950408889634  # in a nat
+
 
 @adapter("tent", paper="Tent: Fully Test-Time Adaptation by Entropy Minimization", venue="ICLR", year=2021)
 @dataclass(frozen=True)
@@ -90,13 +92,22 @@ class Tent(Adapter):
     def _step(self, state: Tree, x: Tensor) -> tuple[Output, Tree]:
         live = pick(state["model"], self.trained())
 
-        def loss(tensors: Tensors) -> tuple[Tensor, Output]:
+        def loss(tensors: Tensors) -> tuple[Tensor, tuple[Output, Tree]]:
             output = self.forward({**state, "model": {**state["model"], **tensors}}, x, self._batch_stats(x))
-            return entropy(output.logits).mean() * (1.4426950408889634 if self.bits else 1.0), output
+            value, output, notes = self._objective(state, tensors, output)
+            return value, (output, notes)
 
-        grads, _, output = gradient(loss, live)
+        grads, _, (output, notes) = gradient(loss, live)
         output = output._replace(logits=output.logits.detach(), features=output.features.detach())
         if self.clip is not None:
             grads = clip_by_norm(grads, self.clip)
         moved, memory = self._rule().update(live, grads, state["optim"], 1.0)
-        return output, {**state, "model": {**state["model"], **moved}, "optim": memory}
+        return output, self._stepped(state, {"model": {**state["model"], **moved}, "optim": memory}, notes)
+
+    def _objective(self, state: Tree, tensors: Tensors, output: Output) -> tuple[Tensor, Output, Tree]:
+        """What a step lowers, the output (with telemetry), and what is remembered of this batch."""
+        return entropy(output.logits).mean() * (BITS if self.bits else 1.0), output, {}
+
+    def _stepped(self, state: Tree, moved: Tree, notes: Tree) -> Tree:
+        """The state after a step."""
+        return {**state, **moved}

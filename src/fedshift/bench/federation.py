@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ class Federation:
         now = self.now(state)
         clients = self._participants(state.round)
         downs = {c.name: self.setup.method.broadcast(state.server, c.name, now) for c in clients}
-        replies = self._train(state, clients, downs, now, final=False)
+        replies = self._train(state, clients, downs, now)
         sound = {name: reply for name, reply in replies.items() if reply.finite}
         server = state.server
         if sound:
@@ -113,15 +113,12 @@ class Federation:
     # ---- what clients serve with ---------------------------------------------------------------------------------------
     def deployed(self, state: State) -> dict[str, Tree]:
         """Every client's model: what it would receive now and its private memory, after the final phases."""
-        now = self.now(state)
-        downs = {c.name: self.setup.method.broadcast(state.server, c.name, now) for c in self.task.clients}
-        mines = {c.name: self._mine(state, c, now) for c in self.task.clients}
-        finals = self.setup.method.final_phases()
-        if finals:
-            replies = self._train(state, self.task.clients, downs, now, final=True)
-            self._name_failed(replies)
-            mines = {name: reply.mine if reply.finite else mines[name] for name, reply in replies.items()}
-        return {c.name: self._method(c).deployed(downs[c.name], mines[c.name]) for c in self.task.clients}
+        server, mines = self._settled(state)
+        now = self._at_the_end(state)
+        return {
+            c.name: self._method(c).deployed(self.setup.method.broadcast(server, c.name, now), mines[c.name])
+            for c in self.task.clients
+        }
 
     def after_local(self, state: State) -> dict[str, Tree]:
         """Every client's model right after one more local round, as some papers score it.
@@ -132,7 +129,7 @@ class Federation:
             return {}
         now = self.now(state)
         downs = {c.name: self.setup.method.broadcast(state.server, c.name, now) for c in self.task.clients}
-        replies = self._train(state, self.task.clients, downs, now, final=False)
+        replies = self._train(state, self.task.clients, downs, now)
         self._name_failed(replies)
         result: dict[str, Tree] = {}
         for client in self.task.clients:
@@ -145,17 +142,17 @@ class Federation:
 
     def newcomers(self, state: State) -> tuple[dict[str, Tree], int]:
         """Models of clients nobody has seen, and the bytes the others published for them; empty if nothing is offered."""
-        now = self.now(state)
+        now = self._at_the_end(state)
         method = self.setup.method
-        published = {name: method.publish(tree) for name, tree in state.mines.items()}
-        server = method.welcome(state.server, {name: tree for name, tree in published.items() if tree})
+        server, mines = self._settled(state)
+        published = sum(float_bytes(gift) for gift in self._published(state, mines).values())
         phases = tuple(phase for phase in method.final_phases() if not phase.labelled)
         result: dict[str, Tree] = {}
         for client in self.task.unseen:
             down = method.broadcast(server, None, now)
             mine = self._birth(client, now)
             if phases:
-                plan = Plan(phases, now, self.seed, final=True)
+                plan = Plan(phases, now, self.seed)
                 reply = self.engine.train(method, {client.name: down}, {client.name: mine}, self.task, plan)[
                     client.name
                 ]
@@ -165,7 +162,7 @@ class Federation:
             if not set(method.arch.parameters) <= set(tree.get("model", {})):
                 return {}, 0
             result[client.name] = tree
-        return result, sum(float_bytes(tree) for tree in published.values())
+        return result, published
 
     # ---- scores --------------------------------------------------------------------------------------------------------
     def evaluate(
@@ -194,20 +191,38 @@ class Federation:
         ]
         return {**tree, **adapter.prepare(tree, list(batches))}
 
+    def _settled(self, state: State) -> tuple[Tree, dict[str, Tree]]:
+        """After the final phases: private memories of all clients, and a server that has what they publish."""
+        now = self._at_the_end(state)
+        method = self.setup.method
+        mines = {c.name: self._mine(state, c, now) for c in self.task.clients}
+        if method.final_phases():
+            downs = {c.name: method.broadcast(state.server, c.name, now) for c in self.task.clients}
+            replies = self._train(state, self.task.clients, downs, now)
+            self._name_failed(replies)
+            mines = {name: reply.mine if reply.finite else mines[name] for name, reply in replies.items()}
+        return method.welcome(state.server, self._published(state, mines)), mines
+
+    def _published(self, state: State, mines: Mapping[str, Tree]) -> dict[str, Tree]:
+        """What clients that have trained give away."""
+        gifts = {name: self.setup.method.publish(mines[name]) for name in state.mines if name in mines}
+        return {name: gift for name, gift in gifts.items() if gift}
+
+    def _at_the_end(self, state: State) -> Now:
+        return replace(self.now(state), final=True)
+
     # ---- inner ---------------------------------------------------------------------------------------------------------
-    def _train(
-        self, state: State, clients: Sequence[Client], downs: Mapping[str, Tree], now: Now, final: bool
-    ) -> dict[str, Reply]:
+    def _train(self, state: State, clients: Sequence[Client], downs: Mapping[str, Tree], now: Now) -> dict[str, Reply]:
         """Local work, one call of the engine per architecture; replies in client order."""
-        task = self.task if final else self.training
+        task = self.task if now.final else self.training
         replies: dict[str, Reply] = {}
         for arch, method in self.setup.methods.items():
             members = [client for client in clients if self._arch(client) == arch]
             if not members:
                 continue
-            phases: tuple[Phase, ...] = method.final_phases() if final else method.phases(now)
+            phases: tuple[Phase, ...] = method.final_phases() if now.final else method.phases(now)
             mines = {c.name: self._mine(state, c, now) for c in members}
-            plan = Plan(phases, now, self.seed, final)
+            plan = Plan(phases, now, self.seed)
             replies |= self.engine.train(method, {c.name: downs[c.name] for c in members}, mines, task, plan)
         return {client.name: replies[client.name] for client in clients}
 

@@ -33,11 +33,22 @@ class Adapter:
 
     needs: ClassVar[frozenset[str]] = frozenset({"model"})
     needs_arch: ClassVar[frozenset[str]] = frozenset()
+    sequential: ClassVar[bool] = False  # samples are worked through one by one: engines run many streams side by side
+    telemetry: ClassVar[tuple[str, ...]] = ()  # entries of its outputs' ``aux``: one number in [0, 1] for each sample
 
     @property
     def batch(self) -> int | None:
         """How many samples belong together, or None if each is on its own."""
         return None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it looks at the whole unlabelled set before it predicts any of it."""
+        return type(self).fit is not Adapter.fit
+
+    def slots(self) -> frozenset[str]:
+        """The slots that these settings need."""
+        return self.needs
 
     def requirements(self) -> frozenset[str]:
         """Properties of the architecture that these settings need."""

@@ -57,7 +57,7 @@ class Arch:
     factory: Callable[[], nn.Module] = field(repr=False)
     _training: nn.Module = field(repr=False)
     _inference: nn.Module = field(repr=False)
-    _head: nn.Module = field(repr=False)
+    _head: nn.Linear = field(repr=False)
     _head_name: str = ""
 
     @staticmethod
@@ -170,6 +170,11 @@ class Arch:
             return x if (self.mean[0], self.std[0]) == (0.0, 1.0) else (x - self.mean[0]) / self.std[0]
         mean, std = (torch.tensor(v, dtype=x.dtype, device=x.device)[:, None, None] for v in (self.mean, self.std))
         return (x - mean) / std
+
+    @property
+    def feature_size(self) -> int:
+        """How many numbers the head reads."""
+        return int(self._head.in_features)
 
     @property
     def trainable(self) -> frozenset[str]:

@@ -78,6 +78,7 @@ class Now:
     round: int  # from 0
     rounds: int
     clients: int  # of the whole task, not only this round's
+    final: bool = False  # after the last aggregation, when clients make ready what they serve with
 
     def decay(self, train: Train) -> float:
         """The factor on every learning rate in this round."""
@@ -225,7 +226,7 @@ class Method:
         return {**mine, "tuned": state["model"]}
 
     def publish(self, mine: Tree) -> Tree:
-        """Opt-in, once, at the end: what a client gives so that newcomers can start (counted in bytes)."""
+        """Opt-in, once, after the final phases: what a client gives to the others and to newcomers (counted in bytes)."""
         return {}
 
     # ---- server half ------------------------------------------------------------------------------------------------
@@ -258,7 +259,7 @@ class Method:
         return raw / raw.sum()
 
     def welcome(self, server: Tree, published: Mapping[str, Tree]) -> Tree:
-        """Put what clients published where :meth:`broadcast` finds it for newcomers: the uniform mean."""
+        """Put what clients published where :meth:`broadcast` finds it: by default their uniform mean, for newcomers."""
         gifts = [tree["model"] for tree in published.values() if tree.get("model")]
         if not gifts:
             return server

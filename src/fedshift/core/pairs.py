@@ -14,6 +14,13 @@ REASONS: Mapping[str, str] = {
     "batch-norm": "BatchNorm layers (for instance [model] norm = true)",
 }
 
+SLOTS: Mapping[str, str] = {
+    "generic": "a global head beside the personal one (fedthe and fedrod have it)",
+    "global": "a global model beside the personal one (finetune, ditto and apfl have it)",
+    "descriptors": "feature descriptors (fedthe has them)",
+    "rotation": "a rotation head (finetune-rotation has it)",
+}
+
 
 def properties(arch: Arch) -> frozenset[str]:
     """What a network has that somebody may need."""
@@ -30,9 +37,10 @@ def missing_for_method(name: str, needs: frozenset[str], arch: Arch) -> str | No
 
 def missing_for_pair(method: str, deploys: frozenset[str], adapter_name: str, adapter: Adapter) -> str | None:
     """One sentence on why this adapter cannot follow this method, or None if the pair is valid."""
-    slots = sorted(adapter.needs - deploys)
+    slots = sorted(adapter.slots() - deploys)
     if slots:
-        return f"adapter {adapter_name!r} needs {', '.join(slots)}, which method {method!r} does not deploy"
+        wanted = ", ".join(SLOTS.get(slot, slot) for slot in slots)
+        return f"adapter {adapter_name!r} needs {wanted}, which method {method!r} does not deploy"
     lacking = sorted(adapter.requirements() - properties(adapter.arch))
     if lacking:
         return f"adapter {adapter_name!r} needs {REASONS[lacking[0]]}, which model {adapter.arch.name!r} does not have"

@@ -24,7 +24,11 @@ class Plan:
     phases: tuple[Phase, ...]
     now: Now
     seed: int
-    final: bool = False  # the phases after the last aggregation: results stay with the client
+
+    @property
+    def final(self) -> bool:
+        """Whether these are the phases after the last aggregation, whose results stay with the client."""
+        return self.now.final
 
     def seed_for(self, client: str, *purpose: object) -> int:
         """The seed of one purpose at one client in this round."""

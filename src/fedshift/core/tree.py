@@ -58,6 +58,15 @@ def unstack(tree: Tree, count: int) -> list[Tree]:
     ]
 
 
+def shapes(tree: Tree) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    """Slots, names and shapes: trees that agree in them can be stacked.
+
+    >>> shapes({"model": {"w": torch.zeros(2)}})
+    (('model', 'w', (2,)),)
+    """
+    return tuple((slot, name, tuple(leaf.shape)) for slot, leaves in tree.items() for name, leaf in leaves.items())
+
+
 def to(tree: Tree, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Tree:
     """Move a tree; ``dtype`` applies to floating-point leaves only (counters stay integers).
 

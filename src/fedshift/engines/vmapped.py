@@ -21,9 +21,10 @@ from torch.func import vmap
 from fedshift.core.adapter import Adapter
 from fedshift.core.method import Method, Phase
 from fedshift.core.schedule import Plan, draw, fitting, seeds_for
-from fedshift.core.tree import Tree, map_tree, stack, to, unstack
+from fedshift.core.tree import Tree, map_tree, shapes, stack, to, unstack
 from fedshift.data.task import Client, Task
 from fedshift.engines.graphs import Graphs, Step
+from fedshift.engines.lanes import Lane, evaluate_lanes, suited
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.work import (
     Compute,
@@ -64,21 +65,31 @@ class Vmapped:
         here = self._placement(task)
         if self._graphs is not None:
             self._remember(self._graphs, method, task, _work(method, task, len(downs), plan))
-        names = list(downs)
+        alike: dict[object, list[str]] = {}  # clients that can be stacked
+        for name, down in downs.items():
+            alike.setdefault((shapes(down), shapes(mines.get(name, {}))), []).append(name)
         replies: dict[str, Reply] = {}
-        for start in range(0, len(names), self.max_clients):
-            some = names[start : start + self.max_clients]
-            clients = [here.client(name) for name in some]
-            received, kept = [downs[name] for name in some], [mines.get(name, {}) for name in some]
-            replies |= self._cohort(method, received, kept, clients, here, plan)
-        return replies
+        for names in alike.values():
+            for start in range(0, len(names), self.max_clients):
+                some = names[start : start + self.max_clients]
+                clients = [here.client(name) for name in some]
+                received, kept = [downs[name] for name in some], [mines.get(name, {}) for name in some]
+                replies |= self._cohort(method, received, kept, clients, here, plan)
+        return {name: replies[name] for name in downs}
 
     def evaluate(
         self, adapter: Adapter, deployed: Mapping[str, Tree], task: Task, parts: Sequence[str], seed: int
     ) -> dict[tuple[str, str], Score]:
-        """Scores by (client, part); one stream is one large batch for most adapters already."""
-        engine = Sequential(self.compute, self._placement)
-        return engine.evaluate(adapter, deployed, task, parts, seed)
+        """Scores by (client, part): streams that must be gone along side by side, the others as one large batch each."""
+        here = self._placement(task)
+        side_by_side = [part for part in parts if suited(adapter, here.setting(part))]
+        others = [part for part in parts if part not in side_by_side]
+        scores = Sequential(self.compute, self._placement).evaluate(adapter, deployed, task, others, seed)
+        lanes = [Lane.of(adapter, here, client, part) for client in deployed for part in side_by_side]
+        if lanes:
+            with torch.no_grad():
+                scores |= evaluate_lanes(adapter, deployed, lanes, seed, self.compute)
+        return {(client, part): scores[client, part] for client in deployed for part in parts}
 
     def close(self) -> None:
         """Let go of captured graphs."""

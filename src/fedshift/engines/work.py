@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedshift.core import rng
 from fedshift.core.adapter import Adapter
+from fedshift.core.arch import Output
 from fedshift.core.method import Facts, Method, Phase
 from fedshift.core.schedule import Plan, batches, draw, fitting, seeds_for
 from fedshift.core.tree import Tensors, Tree, all_finite, pick
@@ -248,14 +249,17 @@ def evaluate(
         samples, setting = task.samples(client, part), task.setting(part)
         state = state if setting.reset == "never" else None
         correct, loss = 0, 0.0
+        told: dict[str, list[Tensor]] = {name: [] for name in adapter.telemetry}
         for number in range(setting.passes):
             shown = predictions(adapter, deployed, samples, setting, seed, compute, state, fit=number == 0)
-            for logits, labels, current in shown:
+            for output, labels, current in shown:
                 state = current
                 if number == setting.passes - 1:
-                    correct += int((logits.argmax(1) == labels).sum())
-                    loss += float(F.cross_entropy(logits, labels, reduction="sum"))
-        scores[client.name, part] = Score(len(samples), correct, loss)
+                    correct += int((output.logits.argmax(1) == labels).sum())
+                    loss += float(F.cross_entropy(output.logits, labels, reduction="sum"))
+                    told = {name: [*values, output.aux[name]] for name, values in told.items()}
+        telemetry = {name: Density.of(torch.cat(values)) for name, values in told.items() if values}
+        scores[client.name, part] = Score(len(samples), correct, loss, telemetry)
     return scores
 
 
@@ -269,13 +273,13 @@ def predictions(
     compute: Compute,
     state: Tree | None = None,
     fit: bool = True,
-) -> Iterator[tuple[Tensor, Tensor, Tree]]:
-    """Logits, labels and the adapter's state, piece by piece, in the order of the stream.
+) -> Iterator[tuple[Output, Tensor, Tree]]:
+    """Outputs, labels and the adapter's state, piece by piece, in the order of the stream.
 
     ``state`` goes on from an earlier stream or pass. What an adapter may look at before it predicts (``fit``) is the whole
     stream, or what arrives together where its state is reset then.
     """
-    fits = fit and type(adapter).fit is not Adapter.fit
+    fits = fit and adapter.fits
     anew = setting.reset == "chunk"
     arrivals = samples.index.split(setting.chunk or max(len(samples), 1))
     for number, arrival in enumerate(arrivals):
@@ -284,27 +288,34 @@ def predictions(
         if fits and (anew or number == 0):
             seen = arrival if anew else samples.index
             x = pixels(samples.images, seen, compute.dtype).to(compute.device)
-            state = adapter.fit(state, x, _draws(adapter, samples.ids[seen], seed, compute))
-        for index in chunks(arrival, adapter.batch):
+            state = adapter.fit(state, x, draws_of(adapter, samples.ids[seen], seed, compute))
+        for index in chunks(arrival, adapter.batch, _chunk_size(samples, compute)):
             x = pixels(samples.images, index, compute.dtype).to(compute.device)
-            output, state = adapter.predict(state, x, _draws(adapter, samples.ids[index], seed, compute))
-            yield output.logits.detach(), samples.labels[index].to(compute.device), state
+            output, state = adapter.predict(state, x, draws_of(adapter, samples.ids[index], seed, compute))
+            yield output, samples.labels[index].to(compute.device), state
 
 
-def chunks(index: Tensor, batch: int | None) -> list[Tensor]:
-    """Cut what arrives together into what an adapter is given at once.
+def _chunk_size(samples: Samples, compute: Compute) -> int:
+    """How many samples a per-sample adapter is given at once: an accelerator wants many, memory not too many pixels."""
+    most = 4096 if compute.device.type == "cuda" else EVALUATION_CHUNK
+    return max(1, min(most, (1 << 26) // (4 * max(samples.images[0].numel(), 1)))) if len(samples) else most
+
+
+def chunks(index: Tensor, batch: int | None, otherwise: int = EVALUATION_CHUNK) -> list[Tensor]:
+    """Cut what arrives together into what an adapter is given at once (``otherwise``: if it does not care).
 
     An adapter that needs batches gets its own size, and a last sample that would be alone joins the batch before it.
     """
     if len(index) == 0:
         return []
-    size = min(batch or EVALUATION_CHUNK, len(index))
+    size = min(batch or otherwise, len(index))
     parts = list(index.split(size))
     if batch is not None and size > 1 and len(parts) > 1 and len(parts[-1]) == 1:
         parts = [*parts[:-2], torch.cat(parts[-2:])]
     return parts
 
 
-def _draws(adapter: Adapter, ids: Tensor, seed: int, compute: Compute) -> dict[str, Tensor]:
+def draws_of(adapter: Adapter, ids: Tensor, seed: int, compute: Compute) -> dict[str, Tensor]:
+    """An adapter's random tensors for these samples."""
     seeds: dict[str, int | Tensor] = {name: rng.seed_of(seed, "draw", name) for name in adapter.draws()}
     return {name: leaf.to(compute.device) for name, leaf in draw(adapter.draws(), seeds, ids, compute.dtype).items()}

@@ -1,0 +1,159 @@
+"""How fast test-time adapters go along a stream, in microseconds per sample and as ratios taken in one run.
+
+    python benchmarks/adapters.py gpu     streams of 12,000 on a GPU
+    python benchmarks/adapters.py cpu     streams of 4,000 (the-plus: 16) on one core
+
+The network is the CNN of the FedTHE paper with two heads. Beside our adapters stands the plain way to do what ``the`` does:
+autograd and torch.optim.Adam, one by one and in batches of 32, on features that are already there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedshift.core.adapter import Adapter
+from fedshift.core.arch import Arch
+from fedshift.core.method import Train
+from fedshift.core.registry import ADAPTERS
+from fedshift.core.tree import Tree, pick
+from fedshift.data.streams import Setting
+from fedshift.data.task import Samples
+from fedshift.engines.work import Compute, predictions
+from fedshift.methods.fedthe import FedTHE
+from fedshift.models.cnn import CNN
+
+AUTHORS = {"gpu": {"one by one": 36_000, "batches of 32": 1_040, "the-plus": 62_000}}
+AUTHORS["cpu"] = {"one by one": 17_700, "batches of 32": 2_550, "the-plus": 128_000}
+
+
+def stream(count: int) -> Samples:
+    """Random images."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    return Samples(
+        images, torch.randint(0, 10, (count,), generator=generator), torch.arange(count), torch.arange(count)
+    )
+
+
+def two_heads(method: FedTHE, device: torch.device) -> Tree:
+    """A deployed model whose heads differ."""
+    model, other = method.arch.init(0), method.arch.init(1)
+    features = method.arch.feature_size
+    tree = {
+        "model": model,
+        "generic": pick(other, method.arch.head),
+        "descriptors": {"global": torch.rand(features), "local": torch.rand(features)},
+        "rotation": {"rotation.weight": torch.zeros(4, features), "rotation.bias": torch.zeros(4)},
+        "global": other,
+    }
+    return {slot: {name: leaf.to(device) for name, leaf in leaves.items()} for slot, leaves in tree.items()}
+
+
+def per_sample(go: Callable[[], object], count: int, device: torch.device, repeats: int = 3) -> float:
+    """Median microseconds for a sample, after one warm-up."""
+    times = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        go()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return 1e6 * statistics.median(times[1:]) / count
+
+
+def along(adapter: Adapter, tree: Tree, samples: Samples, compute: Compute) -> Callable[[], object]:
+    """The whole stream through an adapter, as the benchmark and a server do it."""
+
+    def go() -> None:
+        for _ in predictions(adapter, tree, samples, Setting(), 0, compute):
+            pass
+
+    return go
+
+
+def plain_search(
+    method: FedTHE, tree: Tree, samples: Samples, batch: int, device: torch.device
+) -> Callable[[], object]:
+    """FedTHE's weights by autograd and torch.optim.Adam, a batch at a time; features are computed beforehand."""
+    with torch.no_grad():
+        x = samples.images.to(device).float() / 255
+        features = torch.cat([method.arch(tree["model"], part).features for part in x.split(512)])
+    local, common = (tree["descriptors"][name] for name in ("local", "global"))
+
+    def weights(h: Tensor) -> Tensor:
+        with torch.no_grad():
+            y_l, y_g = method.arch.classify(tree["model"], h), method.arch.classify(tree["generic"], h)
+            trust = F.cosine_similarity(y_g.softmax(1), y_l.softmax(1))
+        a = torch.ones(len(h), 2, device=device, requires_grad=True)
+        adam = torch.optim.Adam([a], lr=0.1)
+        for _ in range(20):
+            e = a.softmax(1)[:, :1]
+            log_p = (e * y_g + (1 - e) * y_l).log_softmax(1)
+            far = e[:, 0] * (h - common).norm(dim=1) + (1 - e[:, 0]) * (h - local).norm(dim=1)
+            loss = (trust * -(log_p.exp() * log_p).sum(1) + (1 - trust) * far).sum()
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+        return a.softmax(1)[:, 0].detach()
+
+    def go() -> None:
+        mean = features[0]
+        for part in features.split(batch):
+            smoothed = []
+            for h in part:
+                smoothed.append(0.3 * h + 0.7 * mean)
+                mean = 0.1 * h + 0.9 * mean
+            weights(torch.stack(smoothed))
+
+    return go
+
+
+def main() -> None:
+    """Print one table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("where", choices=["gpu", "cpu"])
+    where = parser.parse_args().where
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if where == "gpu" else "cpu")
+    compute = Compute(device)
+    method = FedTHE(
+        arch=Arch.of(lambda: CNN(bias=False).make((3, 32, 32), 10), (3, 32, 32), "cnn"), train=Train(lr=0.01)
+    )
+    tree = two_heads(method, device)
+    sizes = {"gpu": (12_000, 12_000, 64, 1_024), "cpu": (4_000, 16, 64, 1_024)}[where]
+    whole, tuned, alone, batched = (stream(size) for size in sizes)
+    found = {
+        name: per_sample(along(_make(name, method), tree, samples, compute), len(samples), device)
+        for name, samples in [("none", whole), ("the", whole), ("t3a", whole), ("tsa", whole)]
+    }
+    for name in ("the-plus", "memo", "lp-ft"):
+        found[name] = per_sample(along(_make(name, method), tree, tuned, compute), len(tuned), device, repeats=2)
+    found["ttt (one stream)"] = per_sample(along(_make("ttt", method), tree, alone, compute), len(alone), device, 2)
+    found["plain search, one by one"] = per_sample(plain_search(method, tree, alone, 1, device), len(alone), device, 2)
+    found["plain search, batches of 32"] = per_sample(
+        plain_search(method, tree, batched, 32, device), len(batched), device, 2
+    )
+    print(f"{'':32s}{'us per sample':>14s}")
+    for name, value in found.items():
+        print(f"{name:32s}{value:14.2f}")
+    search, authors = found["the"] - found["none"], AUTHORS[where]
+    print(f"\nthe, net of the forward pass: {search:.2f} us")
+    print(f"  {found['plain search, batches of 32'] / search:.0f} x faster than the plain search in batches of 32")
+    print(f"  {found['plain search, one by one'] / search:.0f} x faster than the plain search one by one")
+    print(f"  {authors['batches of 32'] / search:.0f} x faster than the authors' published code in batches of 32")
+    print(f"the-plus: {authors['the-plus'] / found['the-plus']:.0f} x faster than the authors' published code")
+
+
+def _make(name: str, method: FedTHE) -> Adapter:
+    return ADAPTERS[name].make(arch=method.arch, forward=method.forward)
+
+
+if __name__ == "__main__":
+    main()

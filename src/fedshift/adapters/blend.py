@@ -1,0 +1,34 @@
+"""Blend: a fixed mixture of the personal and the global model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedshift.core.adapter import Adapter
+from fedshift.core.arch import Output
+from fedshift.core.checks import in_unit_interval
+from fedshift.core.registry import adapter
+from fedshift.core.tree import Tree
+
+
+@adapter("blend", paper="Three Approaches for Personalization with Applications to Federated Learning", year=2020)
+@dataclass(frozen=True)
+class Blend(Adapter):
+    """Logits ``e y_global + (1 - e) y_personal`` of two whole models, the same e for every sample (FedTHE, Figure 15)."""
+
+    e: float = 0.5
+
+    needs: ClassVar[frozenset[str]] = frozenset({"model", "global"})
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        in_unit_interval("adapter 'blend'", e=self.e)
+
+    def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
+        """Two forward passes."""
+        personal, common = self.forward(state, x), self.forward({**state, "model": state["global"]}, x)
+        return personal._replace(logits=personal.logits + self.e * (common.logits - personal.logits)), state

@@ -1,0 +1,34 @@
+"""LP-FT at test time: MEMO on the head first, then on everything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedshift.adapters.memo import Memo
+from fedshift.core.checks import not_negative
+from fedshift.core.registry import adapter
+
+
+@adapter(
+    "lp-ft",
+    paper="Fine-Tuning can Distort Pretrained Features and Underperform Out-of-Distribution",
+    venue="ICLR",
+    year=2022,
+)
+@dataclass(frozen=True)
+class LinearProbeThenTune(Memo):
+    """MEMO with ``head-steps`` that move the head alone before ``steps`` that move all weights (FedTHE, Table 3, row 2).
+
+    The published row has no code and no settings; three and three steps at MEMO's rate are our choice.
+    """
+
+    head_steps: int = 3
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        super().__post_init__()
+        not_negative("adapter 'lp-ft'", head_steps=self.head_steps)
+
+    def stages(self) -> list[frozenset[str]]:
+        """Head, then everything."""
+        return [self.arch.head] * self.head_steps + super().stages()

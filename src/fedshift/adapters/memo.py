@@ -1,0 +1,57 @@
+"""MEMO: make up one's mind about one sample, by agreeing with oneself over its views."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedshift.core import augmix
+from fedshift.core.adapter import Adapter
+from fedshift.core.arch import Output
+from fedshift.core.checks import not_negative, positive
+from fedshift.core.episodic import tuned_on_views
+from fedshift.core.method import Draw
+from fedshift.core.registry import adapter
+from fedshift.core.tree import Tensors, Tree
+
+
+@adapter("memo", paper="MEMO: Test Time Robustness via Adaptation and Augmentation", venue="NeurIPS", year=2022)
+@dataclass(frozen=True)
+class Memo(Adapter):
+    """Per sample: ``steps`` of SGD on the entropy of the mean prediction over AugMix views, then predict and forget.
+
+    MEMO (G) of the FedTHE paper is this on ``fedavg``, MEMO (P) on ``finetune``. No momentum, no weight decay, nothing
+    survives a sample; normalisation layers keep their running statistics. ``flip = false`` for images that a mirror
+    changes (digits).
+    """
+
+    views: int = 32
+    steps: int = 3
+    lr: float = 5e-4
+    flip: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        not_negative("adapter 'memo'", steps=self.steps, lr=self.lr)
+        positive("adapter 'memo'", views=self.views)
+
+    def stages(self) -> list[frozenset[str]]:
+        """What each step trains."""
+        return [self.arch.trainable] * self.steps
+
+    def draws(self) -> dict[str, Draw]:
+        """New views for every step."""
+        return {"views": Draw("uniform", (len(self.stages()), self.views, augmix.NUMBERS))}
+
+    def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
+        """Every sample with weights of its own; the state stays what it was."""
+
+        def logits(live: Tensors, images: Tensor, _: Tensor) -> Tensor:
+            return self.forward({**state, "model": live}, images).logits
+
+        tensors, numbers, nothing = state["model"], draws["views"], x.new_zeros(len(x))
+        together = x.is_cuda or not self.arch.has_convolution
+        tuned = tuned_on_views(logits, tensors, x, numbers, nothing, self.stages(), self.lr, self.flip, together)
+        return self.forward(state, x)._replace(logits=tuned), state

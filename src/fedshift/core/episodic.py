@@ -1,0 +1,93 @@
+"""Tuning a model for one sample and forgetting it again: what MEMO, LP-FT and FedTHE+ share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from fedshift.core import augmix
+from fedshift.core.grad import gradient
+from fedshift.core.losses import marginal_entropy
+from fedshift.core.tree import Tensors, pick
+
+Logits = Callable[[Tensors, Tensor, Tensor], Tensor]
+"""``(tensors, images, condition) -> logits``; the condition is a sample's own number (FedTHE's ensemble weight)."""
+
+
+def tuned_logits(
+    logits: Logits,
+    tensors: Tensors,
+    x: Tensor,
+    views: Tensor,
+    condition: Tensor,
+    steps: Sequence[frozenset[str]],
+    lr: float,
+    together: bool,
+) -> Tensor:
+    """Logits of every image after gradient steps of its own on the marginal entropy of its views.
+
+    ``views`` is ``[n, steps, views, ...]``; ``steps`` names what each step trains; ``condition`` is ``[n]``. Every sample
+    starts from the same ``tensors``, which are never changed. ``together`` stacks the samples with ``vmap`` (a GPU gains
+    much, a CPU with convolutions loses); otherwise they come one by one. Both give the same numbers.
+
+    >>> linear = lambda t, images, _: images.flatten(1) @ t["w"]
+    >>> start = {"w": torch.tensor([[1.0, 0.0]])}
+    >>> x = torch.ones(1, 1, 1, 1)
+    >>> once = [frozenset({"w"})]
+    >>> before, after = linear(start, x, None), tuned_logits(linear, start, x, x[None, None], x[:, 0, 0, 0], once, 1.0, False)
+    >>> after.softmax(-1).max() > before.softmax(-1).max()
+    tensor(True)
+    """
+
+    def one(image: Tensor, own: Tensor, e: Tensor) -> Tensor:
+        live = tensors
+        for step, names in enumerate(steps):
+            batch = own[step]
+
+            def loss(part: Tensors, rest: Tensors = live, batch: Tensor = batch) -> tuple[Tensor, None]:
+                return marginal_entropy(logits({**rest, **part}, batch, e)), None
+
+            grads, _, _ = gradient(loss, pick(live, names))
+            live = {**live, **{name: live[name] - lr * grad for name, grad in grads.items()}}
+        return logits(live, image[None], e)[0]
+
+    if together:
+        return vmap(one)(x, views, condition)
+    return torch.stack([one(*sample) for sample in zip(x, views, condition, strict=True)])
+
+
+def tuned_on_views(
+    logits: Logits,
+    tensors: Tensors,
+    x: Tensor,
+    numbers: Tensor,
+    condition: Tensor,
+    steps: Sequence[frozenset[str]],
+    lr: float,
+    flip: bool,
+    together: bool,
+) -> Tensor:
+    """:func:`tuned_logits` on AugMix views made from random numbers ``[n, steps, views, NUMBERS]``, in blocks.
+
+    As many samples are tuned together as fit into a few gigabytes.
+    """
+    size = at_once(tensors, x, numbers.shape[2])
+    results = []
+    for images, own, e in zip(x.split(size), numbers.split(size), condition.split(size), strict=True):
+        views = augmix.views(images, own.flatten(1, 2), flip=flip).unflatten(1, own.shape[1:3])
+        results.append(tuned_logits(logits, tensors, images, views, e, steps, lr, together))
+    return torch.cat(results)
+
+
+def at_once(tensors: Tensors, x: Tensor, views: int, budget: int = 1 << 32) -> int:
+    """How many samples to tune together: their weights, gradients and activations should stay within about ``budget``.
+
+    >>> at_once({"w": torch.zeros(1000)}, torch.zeros(5, 3, 32, 32), views=16, budget=1 << 30)
+    85
+    """
+    weights = 3 * sum(leaf.numel() * leaf.element_size() for leaf in tensors.values())
+    activations = 64 * views * x[0].numel() * x.element_size() if len(x) else 1
+    return max(1, min(1024, budget // max(weights + activations, 1)))

@@ -1,0 +1,143 @@
+"""FedTHE: a global and a personal head on one extractor, and descriptors that tell whose data a sample looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedshift.core.checks import not_negative
+from fedshift.core.losses import balanced_softmax
+from fedshift.core.method import Batch, Facts, Method, Now, Phase
+from fedshift.core.registry import method
+from fedshift.core.tree import Tensors, Tree, drop, pick, weighted_mean
+
+
+@method("fedthe", paper="Test-Time Robust Personalization for Federated Learning", venue="ICLR", year=2023)
+@dataclass(frozen=True)
+class FedTHE(Method):
+    """Two heads: a shared one trained for balance, a private one for the client's own classes.
+
+    A round, with the received extractor f, global head W_g and descriptor h_g:
+
+    1. extractor and W_g are trained with BalancedSoftmax, ``CE(y + log(counts + 1))``, and go up;
+    2. the private head W_l is trained with plain CE on the *received* extractor, which stands still;
+    3. the local descriptor ``h_l = mean f(x)`` over the client's training images, with the received extractor, goes up.
+
+    The server averages models, and descriptors uniformly; the first ``h_g`` is all ones. After the last aggregation every
+    client takes steps 2 and 3 once more on the final extractor. With ``sync-descriptors`` (our default) those last ``h_l``
+    are averaged into the ``h_g`` that is deployed; without it h_g is one extractor older, as in the authors' code.
+
+    Deployed: ``model`` predicts with the private head, ``generic`` is the global head, ``descriptors`` are both; the
+    adapters ``the`` and ``the-plus`` choose between the heads for every test sample. Newcomers have the global head twice.
+
+    Deviations from the authors' code: descriptors are taken without augmentation, in inference mode, over all samples;
+    the private head has a bias if the network's head has one.
+    """
+
+    balanced: bool = True
+    personal_epochs: int = 1
+    personal_lr: float | None = None  # default: [train] lr
+    sync_descriptors: bool = True
+
+    personal: ClassVar[bool] = True
+    linear: ClassVar[bool] = True
+    deploys: ClassVar[frozenset[str]] = frozenset({"model", "generic", "descriptors"})
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        not_negative("method 'fedthe'", personal_epochs=self.personal_epochs, personal_lr=self.personal_lr)
+
+    def phases(self, now: Now) -> tuple[Phase, ...]:
+        """Generic training, then what is done for oneself."""
+        return (Phase(name="generic"), *self.final_phases())
+
+    def final_phases(self) -> tuple[Phase, ...]:
+        """The private head and the descriptor on the received extractor, whose features are computed once."""
+        head = Phase(
+            slot="personal",
+            name="personal",
+            trainable=self.arch.head,
+            epochs=self.personal_epochs,
+            optim=self.train.optim(self.personal_lr),
+            inputs="features",
+            batch_stats=False,
+        )
+        descriptor = Phase(
+            slot="personal", name="descriptor", trainable=frozenset(), inputs="features", batch_stats=False
+        )
+        return (head, descriptor)
+
+    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+        """The private head starts where everybody starts; a stranger has none."""
+        if facts.number < 0:
+            return {}
+        head = pick(model, self.arch.head)
+        return {"personal": head, "descriptor": {"local": self._ones(head)}}
+
+    def client_init(self, down: Tree, mine: Tree) -> Tree:
+        """The private head sits on the extractor as it was received."""
+        personal = {**drop(down["model"], self.arch.head), **mine["personal"]}
+        local = {"local": torch.zeros_like(mine["descriptor"]["local"])}
+        return {"model": down["model"], "personal": personal, "descriptor": local}
+
+    def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
+        """BalancedSoftmax for the model that is shared, plain cross-entropy for the private head."""
+        if phase.slot == "personal" or not self.balanced:
+            return super().loss(state, tensors, batch, phase)
+        output = self.outputs(tensors, batch, phase)
+        return balanced_softmax(output.logits, batch["y"], state["now"]["histogram"]), output.buffers
+
+    def fold(self, state: Tree, batch: Batch, phase: Phase) -> Tree:
+        """The mean feature, batch by batch."""
+        share = batch["x"].sum(0) / state["now"]["samples"]
+        return {**state, "descriptor": {"local": state["descriptor"]["local"] + share}}
+
+    def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
+        """Model and descriptor go up; head and descriptor stay."""
+        return {"model": state["model"], "descriptor": state["descriptor"]}, self.settle(state, down, mine)
+
+    def settle(self, state: Tree, down: Tree, mine: Tree) -> Tree:
+        """The head and the descriptor."""
+        return {"personal": pick(state["personal"], self.arch.head), "descriptor": state["descriptor"]}
+
+    def publish(self, mine: Tree) -> Tree:
+        """The descriptor of the final extractor."""
+        return {"descriptor": mine["descriptor"]} if self.sync_descriptors else {}
+
+    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+        """Before anybody has sent a descriptor it is all ones."""
+        server = super().server_init(models, clients)
+        return {**server, "descriptor": {"global": self._ones(pick(server["model"], self.arch.head))}}
+
+    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
+        """The model and the global descriptor."""
+        return {**super().broadcast(server, client, now), "descriptor": server["descriptor"]}
+
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+        """FedAvg, and the uniform mean of the descriptors."""
+        return self.welcome(super().aggregate(server, ups, now, draws), ups)
+
+    def welcome(self, server: Tree, published: Mapping[str, Tree]) -> Tree:
+        """The uniform mean of the descriptors is the global one."""
+        if not published:
+            return server
+        share = torch.full((len(published),), 1 / len(published), dtype=torch.float64)
+        mean = weighted_mean([tree["descriptor"] for tree in published.values()], share)
+        return {**server, "descriptor": {"global": mean["local"]}}
+
+    def deployed(self, down: Tree, mine: Tree) -> Tree:
+        """Both heads and both descriptors; a stranger's own are the global ones."""
+        common = down["descriptor"]["global"]
+        own = mine.get("descriptor", {"local": common})["local"]
+        return {
+            "model": {**down["model"], **mine.get("personal", {})},
+            "generic": pick(down["model"], self.arch.head),
+            "descriptors": {"global": common, "local": own},
+        }
+
+    def _ones(self, head: Tensors) -> Tensor:
+        return next(iter(head.values())).new_ones(self.arch.feature_size)
