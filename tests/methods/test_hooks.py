@@ -131,11 +131,17 @@ def test_what_comes_down_and_what_is_private_make_a_whole_model(name: str) -> No
     for client in fed.training.clients:
         down = method.broadcast(state.server, client.name, now)
         assert not set(down["model"]) & private
-        assert set(down["model"]) | private == ENTRIES
+        assert set(down["model"]) | private >= ENTRIES  # a private head may stand beside the network's own
         ready = method.client_init(down, fed._mine(state, client, now))
-        assert set(ready["model"]) == ENTRIES
+        assert set(ready["model"]) == set(down["model"]) | private
+        last = replace(now, final=True)
+        settled = method.client_init(method.broadcast(state.server, client.name, last), fed._mine(state, client, last))
+        for phases, begun in ((method.phases(now), ready), (method.final_phases(), settled)):
+            for phase in phases:
+                beside = set(begun[phase.slot]) - ENTRIES
+                assert method.trainable(phase) <= method.arch.trainable | beside
+                assert method.trainable(phase) <= set(begun[phase.slot])
     for phase in (*method.phases(now), *method.final_phases()):
-        assert method.trainable(phase) <= method.arch.trainable
         covered = [n for names, _ in method.groups(phase) for n in names]
         assert sorted(covered) == sorted(method.trainable(phase))  # every name once
     for tree in fed.deployed(state).values():

@@ -19,13 +19,14 @@ class Ditto(Method):
     """FedAvg, and beside it ``v_k <- v_k - lr (grad f(v_k) + lam (v_k - w_t))`` that never leaves the client.
 
     ``w_t`` is the received model. ``lam = 0`` is Local; a large one keeps the personal model at the received one.
-    Newcomers get the global model.
+    The received model is deployed too, in slot ``global``, and is all that a newcomer has.
     """
 
     lam: float = 1.0
 
     personal: ClassVar[bool] = True
     linear: ClassVar[bool] = True
+    deploys: ClassVar[frozenset[str]] = frozenset({"model", "global"})
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
@@ -51,5 +52,5 @@ class Ditto(Method):
         return value + 0.5 * self.lam * squared_distance(tensors, state["anchor"]), buffers
 
     def deployed(self, down: Tree, mine: Tree) -> Tree:
-        """The personal model."""
-        return {"model": mine.get("personal", down["model"])}
+        """The personal model and the received one."""
+        return {"model": mine.get("personal", down["model"]), "global": down["model"]}
