@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.core.adapter import Adapter
-from fedshift.core.arch import Arch
+from fedshift.core.arch import Arch, Output
 from fedshift.core.method import Train
 from fedshift.core.registry import ADAPTERS
 from fedshift.core.tree import Tree, pick
@@ -74,6 +74,21 @@ def along(adapter: Adapter, tree: Tree, samples: Samples, compute: Compute) -> C
     def go() -> None:
         for _ in predictions(adapter, tree, samples, Setting(), 0, compute):
             pass
+
+    return go
+
+
+def search_alone(method: FedTHE, tree: Tree, samples: Samples, device: torch.device) -> Callable[[], object]:
+    """``the`` on a stream whose forward pass is already done."""
+    x = samples.images.to(device).float() / 255
+    with torch.no_grad():
+        parts = [method.forward(tree, part) for part in x.split(512)]
+    done = Output(torch.cat([part.logits for part in parts]), torch.cat([part.features for part in parts]), {}, {})
+    adapter = ADAPTERS["the"].make(arch=method.arch, forward=lambda *_: done)
+
+    def go() -> None:
+        with torch.no_grad():
+            adapter.predict(adapter.init(tree), x, {})
 
     return go
 
@@ -143,7 +158,8 @@ def main() -> None:
     print(f"{'':32s}{'us per sample':>14s}")
     for name, value in found.items():
         print(f"{name:32s}{value:14.2f}")
-    search, authors = found["the"] - found["none"], AUTHORS[where]
+    authors = AUTHORS[where]
+    search = per_sample(search_alone(method, tree, whole, device), len(whole), device)
     print(f"\nthe, net of the forward pass: {search:.2f} us")
     print(f"  {found['plain search, batches of 32'] / search:.0f} x faster than the plain search in batches of 32")
     print(f"  {found['plain search, one by one'] / search:.0f} x faster than the plain search one by one")

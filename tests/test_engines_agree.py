@@ -156,6 +156,8 @@ def test_captured_steps_serve_rounds_with_other_clients(compiled: bool) -> None:
         {"local_epochs": 0},
         {"batch_size": 1},
         {"lr_decay": 0.5},
+        {"augment": "shift"},
+        {"augment": "shift-flip"},
     ],
 )
 def test_agreement_for_all_training_settings(changes: dict) -> None:

@@ -1,4 +1,4 @@
-"""Random views of images for contrastive learning, as batched torch operations: one function of pixels and numbers.
+"""Random views of images for training, as batched torch operations: functions of pixels and numbers.
 
 A view is made from its own image and its own uniform numbers, so that a batch plan (or a sample id) decides it, on any
 device, in any batch, and under ``vmap``.
@@ -12,20 +12,51 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-NUMBERS = 10  # uniform numbers that one view needs
+NUMBERS = 11  # uniform numbers that one view needs
+SHIFT_NUMBERS = 3  # and one shifted image
 LUMA = (0.299, 0.587, 0.114)
 # luma and two colour axes (YIQ): turning the plane of the two changes hues and leaves brightness alone
 YIQ = ((0.299, 0.587, 0.114), (0.596, -0.274, -0.322), (0.211, -0.523, 0.312))
 
 
+def shifted(x: Tensor, numbers: Tensor, flip: bool = True) -> Tensor:
+    """Images moved by up to an eighth of their sides, black where nothing was, and mirrored with probability 1/2.
+
+    The usual augmentation of small images (crop out of a padded image, flip). ``numbers`` is ``[n, SHIFT_NUMBERS]`` uniform.
+
+    >>> x = torch.arange(64.0).reshape(1, 1, 8, 8)
+    >>> torch.equal(shifted(x, torch.tensor([[0.5, 0.5, 0.9]])), x)
+    True
+    """
+    height, width = x.shape[2:]
+    rows, columns = (
+        torch.arange(side, device=x.device) + (number * (2 * pad + 1)).floor().clamp(max=2 * pad).long()[:, None] - pad
+        for side, number, pad in zip((height, width), numbers.unbind(1), (height // 8, width // 8), strict=False)
+    )
+    if flip:
+        columns = torch.where((numbers[:, 2] < 0.5)[:, None], columns.flip(1), columns)
+    inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None]
+    source = rows.clamp(0, height - 1)[:, :, None] * width + columns.clamp(0, width - 1)[:, None]
+    moved = x.flatten(2).gather(2, source.flatten(1)[:, None].expand(-1, x.shape[1], -1))
+    return moved.view_as(x) * inside[:, None]
+
+
 def contrastive_views(
-    x: Tensor, numbers: Tensor, flip: bool = True, smallest: float = 0.2, jitter: float = 0.4, gray: float = 0.2
+    x: Tensor,
+    numbers: Tensor,
+    flip: bool = True,
+    smallest: float = 0.2,
+    jitter: float = 0.4,
+    hue: float = 0.1,
+    jittered: float = 0.8,
+    gray: float = 0.2,
 ) -> Tensor:
     """MoCo-style views: a random part of the image at full size, other colours, sometimes gray, perhaps mirrored.
 
     ``x`` is ``[n, channels, H, W]`` in [0, 1], ``numbers`` is ``[n, NUMBERS]`` uniform. The part has between ``smallest``
-    and all of the area and sides in a ratio of 3/4 to 4/3; brightness, contrast and saturation change by a factor in
-    ``1 +- jitter``, the hue by up to ``jitter`` of a full turn; colours only where there are three channels.
+    and all of the area and sides in a ratio of 3/4 to 4/3. With probability ``jittered`` brightness, contrast and
+    saturation change by a factor in ``1 +- jitter`` and the hue by up to ``hue`` of a full turn, in this order; with
+    probability ``gray`` colours go. Saturation and hue only where there are three channels.
 
     >>> x = torch.rand(2, 3, 8, 8)
     >>> contrastive_views(x, torch.rand(2, NUMBERS)).shape
@@ -33,7 +64,9 @@ def contrastive_views(
     """
     u = numbers.to(x.dtype).unbind(1)
     view = _part(x, u[0], u[1], u[2], u[3], u[4] < 0.5 if flip else torch.zeros_like(u[4], dtype=torch.bool), smallest)
-    factors = [(1 + jitter * (2 * number - 1))[:, None, None, None] for number in u[5:8]]
+    # a strength of zero leaves the colours as they are
+    strength = jitter * (u[10] < jittered).to(x.dtype)
+    factors = [(1 + strength * (2 * number - 1))[:, None, None, None] for number in u[5:8]]
     view = (view * factors[0]).clamp(0, 1)
     middle = _gray(view).mean((1, 2, 3), keepdim=True)
     view = (middle + factors[1] * (view - middle)).clamp(0, 1)
@@ -41,19 +74,23 @@ def contrastive_views(
         return view
     plain = _gray(view)
     view = (plain + factors[2] * (view - plain)).clamp(0, 1)
-    view = _hue(view, 2 * math.pi * jitter * (2 * u[8] - 1))
+    view = _hue(view, 2 * math.pi * hue * (2 * u[8] - 1) * (u[10] < jittered))
     return torch.where((u[9] < gray)[:, None, None, None], _gray(view).expand_as(view), view)
 
 
 def _part(x: Tensor, area: Tensor, ratio: Tensor, top: Tensor, left: Tensor, mirror: Tensor, smallest: float) -> Tensor:
     """A rectangle of each image, scaled to the whole by bilinear sampling."""
     share = smallest + (1 - smallest) * area
-    shape = ((2 * ratio - 1) * math.log(4 / 3)).exp()
-    height, width = (share / shape).sqrt().clamp(max=1), (share * shape).sqrt().clamp(max=1)
-    nothing = torch.zeros_like(share)
-    across = torch.stack([torch.where(mirror, -width, width), nothing, (2 * left - 1) * (1 - width)], 1)
-    down = torch.stack([nothing, height, (2 * top - 1) * (1 - height)], 1)
-    grid = F.affine_grid(torch.stack([across, down], 1), list(x.shape), align_corners=False)
+    sides = ((2 * ratio - 1) * math.log(4 / 3)).exp()
+    height, width = (share / sides).sqrt().clamp(max=1), (share * sides).sqrt().clamp(max=1)
+    # grid_sample's coordinates run from -1 to 1 over the image; pixels sit in the middle of their cells
+    rows, columns = (
+        (2 * torch.arange(side, dtype=x.dtype, device=x.device) + 1) / side - 1 for side in (x.shape[2], x.shape[3])
+    )
+    down = height[:, None] * rows + ((2 * top - 1) * (1 - height))[:, None]
+    across = torch.where(mirror, -width, width)[:, None] * columns + ((2 * left - 1) * (1 - width))[:, None]
+    shape = (len(x), x.shape[2], x.shape[3])
+    grid = torch.stack([across[:, None].expand(shape), down[:, :, None].expand(shape)], 3)
     return F.grid_sample(x, grid, padding_mode="reflection", align_corners=False)
 
 

@@ -74,18 +74,19 @@ def _warp(images: Tensor, matrix: Tensor) -> Tensor:
     a, b, c, d, e, f = fixed.to(torch.int32)[:, :, None, None].unbind(1)
     columns = torch.arange(width, dtype=torch.int32, device=images.device)
     rows = torch.arange(height, dtype=torch.int32, device=images.device)[:, None]
-    x = (columns * a + c + rows * b) >> 16
-    y = (columns * d + (rows * e + f)) >> 16
+    x = (columns * a + c).add(rows * b).bitwise_right_shift_(16)
+    y = (columns * d).add(rows * e + f).bitwise_right_shift_(16)
     near_x, near_y = x.clamp(0, width - 1), y.clamp(0, height - 1)
-    inside = (~((x ^ near_x) | (y ^ near_y)).bool()).to(torch.uint8)  # comparisons are several times slower on a CPU
+    outside = x.bitwise_xor_(near_x).bitwise_or_(y.bitwise_xor_(near_y)).bool()  # on a CPU faster than comparisons
     source = near_y.mul_(width).add_(near_x).flatten(1).long()[:, None].expand(-1, images.shape[1], -1)
-    return images.flatten(2).gather(2, source).view_as(images).mul_(inside[:, None])
+    return images.flatten(2).gather(2, source).view_as(images).mul_((~outside).to(torch.uint8)[:, None])
 
 
 def _crop_and_flip(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
     """Crop out of a border of zeros, an eighth of the side wide (at least 1), then mirror every other image."""
     height, width = images.shape[2:]
-    top, left = (_choice(draws[:, i], 2 * pad + 1) - pad for i, pad in enumerate(_pads(height, width)))
+    pads = max(1, height // 8), max(1, width // 8)
+    top, left = (_choice(draws[:, i], 2 * pad + 1) - pad for i, pad in enumerate(pads))
     mirrored = (draws[:, 2] >= 0.5) & flip
     matrix = draws.new_zeros(len(draws), 6, dtype=torch.float64)
     matrix[:, 0] = torch.where(mirrored, -1.0, 1.0)
@@ -93,11 +94,6 @@ def _crop_and_flip(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
     matrix[:, 4] = 1.0
     matrix[:, 5] = top
     return _warp(images, matrix)
-
-
-def _pads(height: int, width: int) -> tuple[int, int]:
-    """Rows and columns of zeros added on each side before a crop."""
-    return max(1, height // 8), max(1, width // 8)
 
 
 def _move(images: Tensor, amount: Tensor, counts: Sequence[int]) -> Tensor:
@@ -139,7 +135,8 @@ def _equalize(images: Tensor) -> Tensor:
 
 def _solarize(images: Tensor, amount: Tensor) -> Tensor:
     """Invert the ``amount`` lightest values."""
-    limit, every = ((t * 1.0).to(torch.uint8)[:, None, None, None] for t in ((255 - amount).clamp(min=0), amount > 255))
+    amount = amount.int()[:, None, None, None]
+    limit, every = (255 - amount).clamp(min=0).to(torch.uint8), (amount > 255).to(torch.uint8)
     # A mask of bytes 0 and 255 from differences of bytes: comparisons and torch.where take 30 times longer on a CPU.
     light = (images - torch.minimum(images, limit)).clamp_(max=1).bitwise_or_(every).neg_()
     return light.bitwise_xor_(images)

@@ -37,8 +37,8 @@ def tuned_logits(
     >>> start = {"w": torch.tensor([[1.0, 0.0]])}
     >>> x = torch.ones(1, 1, 1, 1)
     >>> once = [frozenset({"w"})]
-    >>> before, after = linear(start, x, None), tuned_logits(linear, start, x, x[None, None], x[:, 0, 0, 0], once, 1.0, False)
-    >>> after.softmax(-1).max() > before.softmax(-1).max()
+    >>> after = tuned_logits(linear, start, x, x[None, None], x[:, 0, 0, 0], once, 1.0, together=False)
+    >>> after.softmax(-1).max() > linear(start, x, None).softmax(-1).max()
     tensor(True)
     """
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedshift.core import augment
 from fedshift.core.arch import Arch, Output
 from fedshift.core.grad import gradient
 from fedshift.core.optim import OPTIMISERS, Optim, clip_by_norm
@@ -46,6 +47,7 @@ class Train:
     clip: float | None = None  # joint gradient norm
     last_batch: Literal["keep", "drop", "wrap"] = "keep"
     weights: Literal["size", "uniform"] = "size"  # FedAvg's weights
+    augment: Literal["none", "shift", "shift-flip"] = "none"  # of the images a phase trains on
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, in the words of the TOML file."""
@@ -278,6 +280,24 @@ class Method:
     def forward(self, deployed: Tree, x: Tensor, batch_stats: bool = False) -> Output:
         """Prediction of a deployed model."""
         return self.arch(deployed["model"], x, batch_stats)
+
+    # ---- what engines call -----------------------------------------------------------------------------------------------
+    def step(self, state: Tree, batch: Batch, phase: Phase) -> Tree:
+        """One batch of a phase: a training step on augmented images, or a fold."""
+        if phase.trainable == frozenset():
+            return self.fold(state, batch, phase)
+        if self._augments(phase):
+            x = augment.shifted(batch["x"], batch["augment"], flip=self.train.augment == "shift-flip")
+            batch = {**batch, "x": x}
+        return self.client_step(state, batch, phase)
+
+    def wanted(self, phase: Phase) -> dict[str, Draw]:
+        """Every random tensor of a phase's steps: the method's own and the augmentation's."""
+        shift = {"augment": Draw("uniform", (augment.SHIFT_NUMBERS,))} if self._augments(phase) else {}
+        return {**self.draws(phase), **shift}
+
+    def _augments(self, phase: Phase) -> bool:
+        return self.train.augment != "none" and phase.trainable != frozenset() and phase.inputs == "x"
 
     # ---- not hooks ----------------------------------------------------------------------------------------------------
     def trainable(self, phase: Phase) -> frozenset[str]:

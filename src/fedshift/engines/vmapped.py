@@ -190,8 +190,7 @@ def _begin(
 
 def _stacked_step(method: Method, phase: Phase, queues: _Queues) -> Step:
     """A step from positions in the long index to moved states: gathering images is part of it, and of its graph."""
-    one = method.fold if phase.trainable == frozenset() else method.client_step
-    stacked = vmap(lambda state, batch: one(state, batch, phase), randomness="different")
+    stacked = vmap(lambda state, batch: method.step(state, batch, phase), randomness="different")
     part, dtype = queues.part, queues.compute.dtype
 
     def step(state: Tree, order: Mapping[str, Tensor]) -> Tree:
@@ -280,7 +279,7 @@ class _Queues:
         self._constants = {"where": _padded(where)}
         self._offsets: dict[int, Tensor] = {}
         self._taken = [0] * len(parts)
-        self._wanted = method.draws(phase)
+        self._wanted = method.wanted(phase)
         seeds = [seeds_for(list(self._wanted), plan, client.name, phase) for client in clients]
         self._seeds = {n: torch.tensor([own[n] for own in seeds], device=compute.device) for n in self._wanted}
         if phase.inputs == "features":

@@ -173,9 +173,8 @@ def work(method: Method, down: Tree, mine: Tree, client: Client, task: Task, pla
         for phase, part, (order, sizes) in zip(plan.phases, data, plans, strict=True):
             now = moment(method, task, client, plan, len(sizes), compute)
             state = begin(method, state, phase, now)
-            step = method.fold if phase.trainable == frozenset() else method.client_step
             for size, batch in _batches(method, state, phase, part, order.split(sizes), plan, client.name, compute):
-                state = step(state, batch, fitting(phase, method.arch, size))
+                state = method.step(state, batch, fitting(phase, method.arch, size))
     return finish(method, state, down, mine, plan)
 
 
@@ -203,7 +202,7 @@ def _batches(
     client: str,
     compute: Compute,
 ) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
-    wanted = method.draws(phase)
+    wanted = method.wanted(phase)
     seeds = seeds_for(list(wanted), plan, client, phase)
     cached = features_of(method, state, phase, part, compute) if phase.inputs == "features" else None
     for number, positions in enumerate(steps):
