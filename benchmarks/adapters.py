@@ -33,13 +33,12 @@ AUTHORS = {"gpu": {"one by one": 36_000, "batches of 32": 1_040, "the-plus": 62_
 AUTHORS["cpu"] = {"one by one": 17_700, "batches of 32": 2_550, "the-plus": 128_000}
 
 
-def stream(count: int) -> Samples:
-    """Random images."""
+def stream(count: int, device: torch.device) -> Samples:
+    """Random images, where engines have them: on the device."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    return Samples(
-        images, torch.randint(0, 10, (count,), generator=generator), torch.arange(count), torch.arange(count)
-    )
+    labels, ids = torch.randint(0, 10, (count,), generator=generator), torch.arange(count)
+    return Samples(images.to(device), labels.to(device), ids.to(device), torch.arange(count))
 
 
 def two_heads(method: FedTHE, device: torch.device) -> Tree:
@@ -143,7 +142,7 @@ def main() -> None:
     )
     tree = two_heads(method, device)
     sizes = {"gpu": (12_000, 12_000, 64, 1_024), "cpu": (4_000, 16, 64, 1_024)}[where]
-    whole, tuned, alone, batched = (stream(size) for size in sizes)
+    whole, tuned, alone, batched = (stream(size, device) for size in sizes)
     found = {
         name: per_sample(along(_make(name, method), tree, samples, compute), len(samples), device)
         for name, samples in [("none", whole), ("the", whole), ("t3a", whole), ("tsa", whole)]

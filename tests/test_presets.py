@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 
 from fedshift.bench.experiment import PRESETS, Experiment, presets
 from fedshift.bench.runner import run
-from fedshift.bench.setup import cache_folder, make_setup, make_task
+from fedshift.bench.setup import cache_folder, make_setup, make_task, with_baselines
 from fedshift.data.sources import load
 from fedshift.data.task import Task
 from fedshift.errors import UserError
@@ -146,7 +147,7 @@ def test_small_scale_is_smaller(name: str) -> None:
     assert 1 <= len(list(small.variants())) <= max(2, len(list(full.variants())))
     assert len(small.method) <= len(full.method)
     assert {m.name for m in small.method} <= {m.name for m in full.method} | {"finetune"}
-    assert {m.name for m in full.method} & {"fedavg"}
+    assert {m.name for m in full.method} & {"fedavg", "fedthe"}
     work = [e.train.get("local-steps", 0) + e.train.get("local-epochs", 0) for e in (small, full)]
     images = [(e.data.limit or 1e9, e.data.size or 1e9, e.split.get("train-limit") or 1e9) for e in (small, full)]
     assert work[0] < work[1] or images[0] < images[1]
@@ -214,6 +215,17 @@ def test_every_point_of_a_sweep_is_a_task(name: str, data: Path) -> None:
     assert len({task.hash for task in tasks.values()}) == (len(tasks) if data_changes else 1)
 
 
+@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith("brfl")])
+def test_every_method_of_the_small_scale_fits(name: str, data: Path) -> None:
+    experiment = Experiment.load(name, ["scale=small"])
+    task = make_task(next(experiment.variants())[1], seed=0)
+    for spec in experiment.method:
+        assert make_setup(experiment, spec, task).spec is spec
+    tuned = [a for m in experiment.method for a in m.adapters if a.name in ("memo", "the-plus", "lp-ft")]
+    assert all(adapter.options()["views"] <= 4 for adapter in tuned)
+    assert not any(adapter.paper for method in experiment.method for adapter in method.adapters)
+
+
 # ---- runs at small scale -----------------------------------------------------------------------------------------------
 
 
@@ -244,6 +256,88 @@ def test_two_rounds_of_fedavg(name: str, data: Path, tmp_path: Path) -> None:
     assert ("last", "after-local/original/clients") in row.values or name != "office-personal"
     lines = [line for line in (result.folders[0] / "metrics.jsonl").read_text().splitlines() if "train/loss" in line]
     assert len(lines) == 2
+
+
+# ---- the paper's numbers beside ours -----------------------------------------------------------------------------------
+
+BRFL = [name for name in NAMES if name.startswith("brfl")]
+FIVE = ["original", "corrupted", "out-of-client", "natural", "mixture"]
+
+
+def _published(name: str) -> dict[tuple[str, str, str], dict[str, float]]:
+    """The numbers of every row, by the sweep's point."""
+    return {
+        (str(point), method.title, adapter.title): adapter.published(variant.model_dump(by_alias=True))
+        for point, variant in Experiment.load(name).variants()
+        for method in variant.method
+        for adapter in method.adapters
+    }
+
+
+def _leaves(paper: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in paper.items():
+        yield from _leaves(value) if isinstance(value, dict) else [(key, value)]
+
+
+@pytest.mark.parametrize("name", BRFL)
+def test_published_numbers_belong_to_streams(name: str) -> None:
+    experiment = Experiment.load(name)
+    known = {*(stream.name for stream in experiment.stream), "mean"}
+    numbers = [leaf for m in experiment.method for a in m.adapters for leaf in _leaves(a.paper)]
+    assert numbers
+    assert {key for key, _ in numbers} <= known
+    assert all(5 < value < 95 for _, value in numbers)
+    by_row = _published(name)
+    for point, variant in experiment.variants():
+        assert any(found for (at, _, _), found in by_row.items() if at == str(point)), point
+        for (at, _, _), found in by_row.items():
+            if at == str(point) and "mean" in found:
+                parts = [found[stream] for stream in variant.evaluate.mean_of]
+                assert found["mean"] == pytest.approx(sum(parts) / len(parts), abs=0.035)  # the paper's own rounding
+    if name != "brfl":
+        assert '\nextends = "brfl"\n' in (PRESETS / f"{name}.toml").read_text()
+    assert experiment.notes
+
+
+def test_brfl_is_the_whole_of_table_1() -> None:
+    experiment = Experiment.load("brfl")
+    assert [spec.name for spec in with_baselines(experiment)] == [spec.name for spec in experiment.method]
+    rows = {key[1:]: found for key, found in _published("brfl").items() if found}
+    assert len(rows) == 14
+    assert rows["two heads", "FedTHE"] == {
+        **dict(zip(FIVE, (89.58, 81.62, 57.12, 80.88, 72.07), strict=True)),
+        "mean": 76.25,
+        "corrupted-out-of-client": 44.68,
+    }
+    assert "corrupted" not in rows["FedAvg", "none"]  # cannot be read in the paper
+    full = [found for found in rows.values() if set(FIVE) <= set(found)]
+    assert len(full) == 12
+    assert all("mean" in found for found in full)
+    at_one = {k[1:]: v for k, v in _published("brfl-dirichlet").items() if k[0] == "{'partition.alpha': 1.0}"}
+    assert at_one["FedAvg + FT", "none"]["original"] == 78.21
+    at_ten = {k[1:]: v for k, v in _published("brfl-dirichlet").items() if k[0] == "{'partition.alpha': 10.0}"}
+    assert at_ten["kNN-Per", "none"] == {}  # Table 4 has no such row
+    assert sum(bool(found) for found in at_ten.values()) == 13
+
+
+def test_the_ablation_has_every_row_of_tables_3_and_13() -> None:
+    rows = {adapter.title: adapter for method in Experiment.load("brfl-ablation").method for adapter in method.adapters}
+    assert sorted(int(title.split()[0]) for title in rows) == list(range(1, 17))
+    assert all(set(adapter.paper) == {*FIVE, "mean"} for adapter in rows.values())
+
+
+@pytest.mark.parametrize("name", ["brfl-fixed-e", "brfl-fixed-e-models"])
+def test_fixed_weights_are_one_family(name: str) -> None:
+    first = Experiment.load(name).method[0]
+    family = [adapter for adapter in first.adapters if adapter.family == "fixed e"]
+    assert [adapter.options() for adapter in family] == [{"e": k / 10} for k in range(11)]
+
+
+def test_alpha_and_beta_are_a_grid_of_one_training() -> None:
+    (method,) = Experiment.load("brfl-alpha-beta").method
+    grid = [(adapter.options()["alpha"], adapter.options()["beta"]) for adapter in method.adapters]
+    assert grid == [(a, b) for a in (0.05, 0.1, 0.2) for b in (0.1, 0.2, 0.3, 0.4, 0.5)]
+    assert [bool(adapter.paper) for adapter in method.adapters] == [point == (0.1, 0.3) for point in grid]
 
 
 # ---- other layouts -----------------------------------------------------------------------------------------------------
@@ -333,6 +427,45 @@ def test_severities_show_the_same_images(data: Path) -> None:
         assert torch.equal(stream.ids, first.ids)
         assert all(torch.equal(stream.index[name], first.index[name]) for name in first.index)
         assert not torch.equal(stream.images, first.images)
+
+
+def test_every_severity_has_a_mixture(data: Path) -> None:
+    task = _task("brfl-severity")
+    clean, noisy = task.streams["severity-1"], task.streams["severity-5"]
+    assert clean.images is not None
+    assert noisy.images is not None
+    for severity, stream in ((1, clean), (5, noisy)):
+        mixture = task.streams[f"mixture-{severity}"]
+        assert mixture.images is not None
+        assert stream.images is not None
+        pictures = {picture.numpy().tobytes() for picture in mixture.images}
+        mixed_in = sum(picture.numpy().tobytes() in pictures for picture in stream.images)
+        assert mixed_in == len(mixture.images) // 4
+
+
+def test_smaller_test_sets_are_the_beginnings_of_larger_ones(data: Path) -> None:
+    task = _task("brfl-test-size")
+    for stream in FIVE:
+        for client in task.clients:
+            whole = task.streams[stream].index[client.name].tolist()
+            for percent in (75, 50):
+                part = task.streams[f"{stream}-{percent}"].index[client.name].tolist()
+                assert part == whole[: max(1, round(percent / 100 * len(whole)))] if whole else not part
+
+
+def test_smaller_training_sets_are_parts_of_larger_ones(data: Path) -> None:
+    fractions = (1.0, 0.75, 0.5, 0.001)
+    tasks = [_task("brfl-train-size", f"split.train-fraction={fraction}") for fraction in fractions]
+    assert len({task.hash for task in tasks}) == len(tasks)
+    whole = tasks[0]
+    for fraction, task in zip(fractions, tasks, strict=True):
+        for client, original in zip(task.clients, whole.clients, strict=True):
+            assert len(client.train) == max(1, round(fraction * len(original.train)))
+            assert torch.equal(client.val, original.val)
+            assert torch.equal(client.test, original.test)
+    for larger, smaller in pairwise(tasks):
+        for a, b in zip(larger.clients, smaller.clients, strict=True):
+            assert set(b.train.tolist()) <= set(a.train.tolist())
 
 
 @pytest.mark.parametrize("name", ["digits-domain", "office-domain", "domainnet-domain"])

@@ -6,13 +6,16 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from fedshift.errors import UserError
+
+if TYPE_CHECKING:
+    from fedshift.bench.results import Result
 
 app = typer.Typer(
     name="fedshift",
@@ -43,7 +46,7 @@ def run(
 ) -> None:
     """Train every method of an experiment, test every adapter, print the table. Finished parts are not run again."""
     from fedshift.bench.experiment import Experiment
-    from fedshift.bench.pictures import result_picture, task_picture
+    from fedshift.bench.pictures import density_picture, result_picture, task_picture
     from fedshift.bench.progress import Terminal
     from fedshift.bench.runner import run as run_experiment
     from fedshift.bench.setup import make_task
@@ -60,15 +63,15 @@ def run(
     finally:
         reporter.close()
     folder = out / chosen.name
-    result_picture(result, folder / "results.png")
+    pictures = [folder / "results.png", folder / "task.png"]
+    result_picture(result, pictures[0])
     first = next(chosen.variants())[1]  # a sweep's base alone need not be a task
-    task_picture(make_task(first, first.seeds[0]), folder / "task.png")
-    console.print(result.table())
-    if chosen.evaluate.oracle:
-        console.print(result.rules_table())
-    console.print(
-        f"Pictures: {folder / 'results.png'}, {folder / 'task.png'}. Again: fedshift show {folder}", highlight=False
-    )
+    task_picture(make_task(first, first.seeds[0]), pictures[1])
+    if any(row.telemetry() for row in result.rows):
+        pictures.append(folder / "densities.png")
+        density_picture(result, pictures[-1])
+    _print_result(console, result, "best-val", rules=chosen.evaluate.oracle)
+    console.print(f"Pictures: {', '.join(map(str, pictures))}. Again: fedshift show {folder}", highlight=False)
 
 
 @app.command()
@@ -110,9 +113,7 @@ def show(
     if _wants_json(format):
         print(to_json(result))
     else:
-        console = _console()
-        console.print(result.table(select))
-        console.print(result.rules_table())
+        _print_result(_console(), result, select, rules=True)
 
 
 @app.command(name="list")
@@ -147,6 +148,20 @@ def doctor() -> None:
         console.print(line, highlight=False)
 
 
+def _print_result(console: Console, result: Result, rule: str, rules: bool) -> None:
+    """The table, what adapters tell, the three rules side by side, and the notes."""
+    console.print(result.table(rule))
+    told = result.telemetry_table(rule)
+    if told is not None:
+        console.print(told)
+    if rules:
+        console.print(result.rules_table())
+    if result.notes:
+        console.print("Notes:")
+    for note in result.notes:
+        console.print(f"- {_escaped(note)}", highlight=False)
+
+
 def _plain(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key}={item}" for key, item in value.items())
@@ -162,7 +177,7 @@ def _wants_json(format: str) -> bool:
 def _console() -> Console:
     console = Console()
     # piped output keeps whole rows instead of wrapping them at a width nobody chose
-    return console if console.is_terminal else Console(width=160)
+    return console if console.is_terminal else Console(width=240)
 
 
 def _guarded(command: Callable[[], Any]) -> NoReturn:

@@ -42,12 +42,15 @@ def files(tmp_path: Path) -> dict[str, Path]:
     Image.new("RGB", (8, 8)).save(empty / "a" / "cat" / "1.png")
     no_toml = tmp_path / "bad.toml"
     no_toml.write_text("rounds = = 3")
+    lost = tmp_path / "lost.toml"
+    lost.write_text('extends = "nowhere"')
     return {
         "good": good,
         "broken": broken,
         "undecodable": parquet(tmp_path / "undecodable.parquet", image=undecodable),
         "folder": empty,
         "toml": no_toml,
+        "lost": lost,
     }
 
 
@@ -92,6 +95,12 @@ MISTAKES = {
     "no such engine": (["--engine", "warp"], "warp"),
     "no such preset": (["defualt"], "did you mean 'default'"),
     "not toml": (["{toml}"], "is not valid TOML"),
+    "extends nothing": (["{lost}"], "extends 'nowhere', which is neither a preset nor a file beside it"),
+    "mean of nothing": (["-c", 'evaluate.mean-of=["nowhere"]'], "mean-of: there is no stream 'nowhere'"),
+    "a stream called mean": (["-c", 'stream=[{{name="mean", kind="original"}}]'], "cannot be called 'mean'"),
+    "a paper's number that is none": (
+        ["-c", 'method=[{{name="fedavg", adapters=[{{name="none", paper={{original="high"}}}}]}}]'], "must be a number",
+    ),
     "too small for the network": (
         ["-c", "data.source=parquet:{good}", "-c", "data.size=2", "-c", 'stream=[{{name="o", kind="original"}}]'], "4x4",
     ),

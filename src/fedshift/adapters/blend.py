@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from fedshift.core.adapter import Adapter
@@ -31,4 +32,4 @@ class Blend(Adapter):
     def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
         """Two forward passes."""
         personal, common = self.forward(state, x), self.forward({**state, "model": state["global"]}, x)
-        return personal._replace(logits=personal.logits + self.e * (common.logits - personal.logits)), state
+        return personal._replace(logits=torch.lerp(personal.logits, common.logits, self.e)), state

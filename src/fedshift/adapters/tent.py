@@ -78,7 +78,7 @@ class Tent(Adapter):
         for _ in range(self.steps - 1):
             output, state = self._step(state, x)
         if self.predict_when == "after":
-            output = self.forward(state, x, self._batch_stats(x))
+            output = self.forward(state, x, self._batch_stats(x))._replace(aux=output.aux)
         return output, state
 
     def _rule(self) -> Optim:

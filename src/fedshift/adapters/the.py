@@ -78,7 +78,7 @@ class HeadEnsemble(Adapter):
         generic = self.arch.classify(state["generic"], output.features)
         smoothed, history = self._smoothed(state["history"], output.features)
         e = self._weights(state, generic, output.logits, smoothed)
-        mixed = output.logits + e[:, None] * (generic - output.logits)
+        mixed = torch.lerp(output.logits, generic, e[:, None])  # exact at both ends
         return output._replace(logits=mixed, aux={"e": e}), {**state, "history": history}
 
     def _smoothed(self, history: Mapping[str, Tensor], features: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

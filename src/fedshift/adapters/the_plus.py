@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from fedshift.adapters.the import HeadEnsemble
@@ -32,6 +34,8 @@ class TunedHeadEnsemble(HeadEnsemble):
     tune_lr: float = 5e-4
     flip: bool = True
 
+    stackable: ClassVar[bool] = False  # views are made by sorting them, and samples are stacked already
+
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
         super().__post_init__()
@@ -51,7 +55,7 @@ class TunedHeadEnsemble(HeadEnsemble):
         def logits(live: Tensors, images: Tensor, e: Tensor) -> Tensor:
             result = self.forward({**state, "model": {name: live[name] for name in own}}, images)
             generic = self.arch.classify({name: live[f"generic {name}"] for name in state["generic"]}, result.features)
-            return result.logits + e * (generic - result.logits)
+            return torch.lerp(result.logits, generic, e)
 
         trainable = self.arch.trainable | {f"generic {name}" for name in state["generic"]}
         steps, together = [trainable] * self.tune_steps, x.is_cuda or not self.arch.has_convolution

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from fedshift.core import augment
@@ -59,8 +60,8 @@ class ViewAgreement(Adapter):
 
         e = search_weight(slope, first[0][:, 0], self.lr, self.steps)
         output = self.forward(state, x)
-        way = self.arch.classify(state["generic"], output.features) - output.logits
-        return output._replace(logits=output.logits + e[:, None] * way, aux={"e": e}), state
+        generic = self.arch.classify(state["generic"], output.features)
+        return output._replace(logits=torch.lerp(output.logits, generic, e[:, None]), aux={"e": e}), state
 
     def _heads(self, state: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of the personal head, and the way from them to the global one's."""

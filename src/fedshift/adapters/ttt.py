@@ -64,7 +64,8 @@ class TestTimeTraining(Adapter):
     def _step(self, state: Tree, image: Tensor, turns: Tensor) -> Tree:
         trained = self.arch.trainable - self.arch.head
         live = {**pick(state["model"], trained), **state["rotation"]}
-        if self.arch.has_batch_norm:
+        batch_stats = self.arch.has_batch_norm and self.copies > 1
+        if batch_stats:
             weights = torch.full_like(turns, 1 / self.copies, dtype=image.dtype)
         else:
             drawn, turns = turns, torch.arange(TURNS, device=image.device)
@@ -73,7 +74,7 @@ class TestTimeTraining(Adapter):
 
         def loss(tensors: Tensors) -> tuple[Tensor, Tensors]:
             model = {**state["model"], **pick(tensors, trained)}
-            output = self.forward({**state, "model": model}, copies, batch_stats=self.arch.has_batch_norm)
+            output = self.forward({**state, "model": model}, copies, batch_stats=batch_stats)
             return (weights * turn_losses(tensors, output.features, turns)).sum(), output.buffers
 
         grads, _, buffers = gradient(loss, live)

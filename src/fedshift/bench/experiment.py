@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -96,18 +97,37 @@ class ModelSpec(Named):
 class AdapterSpec(Named):
     """An entry of a method's ``adapters``: a name, or a table with options.
 
-    >>> AdapterSpec(name="tent", lr=0.01).title
+    >>> AdapterSpec(name="tent", lr=0.01, family="tent", paper={"original": 81.3}).title
     'tent lr=0.01'
     """
 
     name: str
     label: Label = ""
+    family: str = ""  # adapters of one family get one more row: for every client the best of them
+    paper: dict[str, Any] = Field(default_factory=dict)  # published numbers by stream, or by condition and stream
+
+    @field_validator("paper")
+    @classmethod
+    def _numbers(cls, value: dict[str, Any]) -> dict[str, Any]:
+        _check_paper(value)
+        return value
 
     @property
     def title(self) -> str:
         """What its row and its file are called: its label, or its name with its options."""
         options = " ".join(f"{key}={value}" for key, value in self.options().items())
         return (self.label or f"{self.name} {options}".strip()).replace("/", "_")
+
+    def published(self, settings: Mapping[str, Any]) -> dict[str, float]:
+        """The published numbers that hold for an experiment with these settings, by stream.
+
+        >>> spec = AdapterSpec(name="none", paper={"mean": 70.0, "partition.alpha=1.0": {"original": 78.2}})
+        >>> spec.published({"partition": {"kind": "brfl", "alpha": 0.1}})
+        {'mean': 70.0}
+        >>> spec.published({"partition": {"kind": "brfl", "alpha": 1}})
+        {'mean': 70.0, 'original': 78.2}
+        """
+        return _holding(self.paper, settings)
 
 
 class MethodSpec(Named):
@@ -146,6 +166,7 @@ class EvaluateSpec(Table):
     every: Annotated[int, Field(ge=0)] = 10  # validation every so many rounds; 0: at the end only
     oracle: bool = False  # also score test streams then, for the best-on-test bound nobody may choose by
     after_local: bool = False  # also score clients right after one more local round
+    mean_of: list[str] = Field(default_factory=list)  # streams whose mean is one more column
 
 
 class Experiment(Table):
@@ -164,6 +185,7 @@ class Experiment(Table):
     checkpoint_every: Annotated[int, Field(ge=1)] = 10
     baselines: bool = True  # the rows local and finetune are always there, unless this is false
     scale: Literal["full", "small"] = "full"
+    notes: list[str] = Field(default_factory=list)  # for people, under the table: why numbers differ from the paper's
     data: DataSpec = Field(default_factory=DataSpec)
     partition: PartitionSpec = Field(default_factory=PartitionSpec)
     split: dict[str, Any] = Field(default_factory=dict)
@@ -177,6 +199,15 @@ class Experiment(Table):
     evaluate: EvaluateSpec = Field(default_factory=EvaluateSpec)
     sweep: dict[str, list[Any]] = Field(default_factory=dict)
 
+    @field_validator("notes", mode="before")
+    @classmethod
+    def _sentences(cls, value: Any) -> Any:
+        """A list, or a table of named notes, whose names let a file that extends this one replace or empty them."""
+        notes = list(value.values()) if isinstance(value, Mapping) else value
+        if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
+            raise ValueError("notes must be a list of sentences, or a table of named ones")
+        return [" ".join(note.split()) for note in notes if note.strip()]
+
     @model_validator(mode="after")
     def _distinct(self) -> Experiment:
         for what, names in (("streams", [s.name for s in self.stream]), ("methods", [m.title for m in self.method])):
@@ -184,8 +215,14 @@ class Experiment(Table):
             if twice:
                 raise ValueError(f"two {what} are called {twice[0]!r}; give one of them another label")
         for name in (s.name for s in self.stream):
-            if name in ("train", "val", "test", "public"):
+            if name in ("train", "val", "test", "public", "mean"):
                 raise ValueError(f"a stream cannot be called {name!r}")
+        mean, known = self.evaluate.mean_of, [s.name for s in self.stream]
+        for name in mean:
+            if name not in known:
+                raise ValueError(f"[evaluate] mean-of: there is no stream {name!r}; there are: {', '.join(known)}")
+            if mean.count(name) > 1:
+                raise ValueError(f"[evaluate] mean-of: stream {name!r} is named twice")
         return self
 
     @property
@@ -204,24 +241,19 @@ class Experiment(Table):
     @classmethod
     def load(cls, source: str | Path | None = None, overrides: Sequence[str] = ()) -> Experiment:
         """A TOML file, a preset's name, or nothing for the embedded default; with ``key=value`` overrides."""
-        text, name = _read(source)
-        try:
-            table = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise UserError(f"{source} is not valid TOML: {error}") from None
-        table.setdefault("name", name)
+        table = _extended(str(source) if source is not None else DEFAULT)
         changes = [_assignment(item) for item in overrides]
         scale = next((value for key, value in reversed(changes) if key == ["scale"]), table.get("scale", "full"))
-        small, sweep = table.pop("small", {}), table.get("sweep", {})
-        for name, value in (("small", small), ("sweep", sweep)):
-            if not isinstance(value, dict):
-                raise UserError(f"{source}: [{name}] must be a table")
+        small = table.pop("small", {})
         if scale == "small":
             for key, value in small.items():
                 override(table, key.split("."), value)
         for key, value in changes:
-            sweep.pop(".".join(key), None)  # what is asked for here is not swept over
+            if isinstance(table.get("sweep"), dict):
+                table["sweep"].pop(".".join(key), None)  # what is asked for here is not swept over
             override(table, key, value)
+        if isinstance(table.get("sweep"), dict):
+            table["sweep"] = {key: values for key, values in table["sweep"].items() if values != []}
         return cls.parse(table, str(source) if source else "the default experiment")
 
     @classmethod
@@ -259,20 +291,88 @@ def presets() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in PRESETS.iterdir() if entry.name.endswith(".toml"))
 
 
-def _read(source: str | Path | None) -> tuple[str, str]:
-    if source is None:
-        source = DEFAULT
-    if str(source) in presets():
-        return (PRESETS / f"{source}.toml").read_text(), str(source)
-    path = Path(source)
-    if not path.is_file():
-        close = difflib.get_close_matches(str(source), presets(), 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"presets are: {', '.join(presets())}"
-        raise UserError(f"there is neither a file nor a preset {str(source)!r}; {hint}")
+def _extended(source: str) -> dict[str, Any]:
+    """A file's table, on top of that of the file it extends, and so on."""
+    entry = _entry(source, Path())
+    if entry is None:
+        raise UserError(f"there is neither a file nor a preset {source!r}; {_hint(source)}")
+    tables: list[dict[str, Any]] = []
+    seen = [(source, entry)]
+    while True:
+        name, entry = seen[-1]
+        tables.append(_parsed(name, entry))
+        base = tables[-1].pop("extends", None)
+        if base is None:
+            break
+        if not isinstance(base, str):
+            raise UserError(f"{name}: extends must be a preset's name or a path, not {base!r}")
+        found = _entry(base, None if name in presets() else Path(str(entry)).parent)
+        if found is None:
+            raise UserError(f"{name} extends {base!r}, which is neither a preset nor a file beside it; {_hint(base)}")
+        if any(found == earlier for _, earlier in seen):
+            raise UserError(f"{' extends '.join([*(name for name, _ in seen), base])}: that never ends")
+        seen.append((base, found))
+    table = tables.pop()
+    while tables:
+        table.pop("name", None)  # a run folder of one's own
+        table = merged(table, tables.pop())
+    table.setdefault("name", Path(source).stem if source not in presets() else source)
+    return table
+
+
+def _entry(name: str, beside: Path | None) -> Traversable | None:
+    """The preset of this name, or else the file, looked for in a folder."""
+    if name in presets():
+        return PRESETS / f"{name}.toml"
+    path = None if beside is None else beside / name
+    return path.resolve() if path is not None and path.is_file() else None
+
+
+def _hint(name: str) -> str:
+    close = difflib.get_close_matches(name, presets(), 1)
+    return f"did you mean {close[0]!r}?" if close else f"presets are: {', '.join(presets())}"
+
+
+def _parsed(name: str, entry: Traversable) -> dict[str, Any]:
     try:
-        return path.read_text(), path.stem
+        table = tomllib.loads(entry.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{name} is not valid TOML: {error}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{source} cannot be read ({error})") from None
+        raise UserError(f"{name} cannot be read ({error})") from None
+    for key in ("small", "sweep"):
+        if not isinstance(table.get(key, {}), dict):
+            raise UserError(f"{name}: [{key}] must be a table")
+    return table
+
+
+def merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A table on top of the one it extends: tables merge, everything else, lists too, is replaced.
+
+    An empty table empties the base's. ``[model]`` and ``[partition]`` start anew under another name or kind, whose options
+    are others. What is swept in the base and set here is not swept any more.
+
+    >>> merged({"train": {"lr": 0.1, "momentum": 0.9}, "seeds": [0, 1]}, {"train": {"lr": 0.5}, "seeds": [3]})
+    {'train': {'lr': 0.5, 'momentum': 0.9}, 'seeds': [3]}
+    >>> merged({"sweep": {"train.lr": [0.1, 0.2]}}, {"sweep": {}})
+    {'sweep': {}}
+    """
+    table = dict(base)
+    if isinstance(table.get("sweep"), dict):
+        table["sweep"] = {
+            key: values for key, values in table["sweep"].items() if _setting(own, key.split(".")) is None
+        }
+    for key, word in (("model", "name"), ("partition", "kind")):
+        before, after = (_setting(side, [key, word]) for side in (base, own))
+        if after not in (None, before):
+            table.pop(key, None)
+    return _joined(table, own)
+
+
+def _joined(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables in tables."""
+    both = {key for key, value in own.items() if isinstance(value, dict) and value and isinstance(base.get(key), dict)}
+    return {**base, **{key: _joined(base[key], value) if key in both else value for key, value in own.items()}}
 
 
 def _assignment(item: str) -> tuple[list[str], Any]:
@@ -312,6 +412,38 @@ def override(table: dict[str, Any], key: Sequence[str], value: Any) -> None:
         override(inner, rest, value)
     else:
         raise UserError(f"{'.'.join(key)} cannot be set, because {head!r} is not a table")
+
+
+def _setting(table: Any, key: Sequence[str]) -> Any:
+    """The value of a dotted key, or None; in a list of named tables the next part is a name."""
+    for part in key:
+        if isinstance(table, list):
+            table = next((item for item in table if part in _names(item)), None)
+        else:
+            table = table.get(part) if isinstance(table, Mapping) else None
+    return table
+
+
+def _check_paper(paper: Mapping[str, Any]) -> None:
+    for key, value in paper.items():
+        if isinstance(value, Mapping):
+            try:
+                _assignment(key)
+            except UserError:
+                raise ValueError(f"{key!r} is no condition such as 'partition.alpha=0.1'") from None
+            _check_paper(value)
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"the number of stream {key!r} must be a number, not {value!r}")
+
+
+def _holding(paper: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, float]:
+    found = {key: float(value) for key, value in paper.items() if not isinstance(value, Mapping)}
+    for condition, inner in paper.items():
+        if isinstance(inner, Mapping):
+            key, wanted = _assignment(condition)
+            if _setting(settings, key) == wanted:
+                found |= _holding(inner, settings)
+    return found
 
 
 def _names(item: Any) -> tuple[Any, ...]:

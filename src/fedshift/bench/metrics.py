@@ -1,7 +1,8 @@
 """What is reported about many clients' accuracies: never one number alone.
 
 Every metric is named ``model/test-set/population``. AVG is the mean over clients, ALL pools their samples; both always,
-with the standard deviation over clients and the mean of the worst tenth.
+with the standard deviation over clients and the mean of the worst tenth. Test set ``mean`` is the mean over several
+streams; its ``std`` is the sample deviation over those streams, as papers print it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from fedshift.engines.work import Score
 
@@ -51,6 +53,24 @@ def summarise(scores: Mapping[str, Score]) -> Summary:
         loss=math.fsum(score.loss for score in present) / samples,
         clients=len(present),
     )
+
+
+def mean_over(streams: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """The mean of several streams' summaries, part by part; ``std`` is the deviation of AVG over the streams.
+
+    A part that one of them has no number for is None.
+
+    >>> low = {"avg": 60.0, "all": 50.0, "std": 1.0, "worst": 40.0, "loss": 1.0, "clients": 5}
+    >>> mean_over([low, {**low, "avg": 80.0}])["avg"]
+    70.0
+    """
+    parts = {part: [stream[part] for stream in streams] for part in ("avg", "all", "worst", "loss")}
+    known = {
+        part: all(value is not None and math.isfinite(value) for value in values) for part, values in parts.items()
+    }
+    means = {part: math.fsum(values) / len(values) if known[part] else None for part, values in parts.items()}
+    std = mean_and_std(parts["avg"])[1] if known["avg"] else None
+    return {**means, "std": std, "clients": min(stream["clients"] for stream in streams)}
 
 
 def mean_and_std(values: Sequence[float]) -> tuple[float, float]:

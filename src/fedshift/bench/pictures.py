@@ -6,13 +6,18 @@ from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
-from fedshift.bench.results import Result, number_of, short_name
+from fedshift.bench.results import Result, Row, number_of, paper_of, short_name
 from fedshift.data.task import Task
+from fedshift.errors import UserError
 
 INK, SOFT = "#1f2430", "#8a90a0"
 PALETTE = ("#2b6cb0", "#dd6b20", "#2f855a", "#b83280", "#718096", "#6b46c1")
+STROKES = ("-", "--", ":", "-.")
+AXES = {"e": "e, weight of the global head (0: all personal, 1: all global)"}  # what some adapters tell, in words
 
 
 def task_picture(task: Task, path: Path, examples: int = 8) -> None:
@@ -56,30 +61,95 @@ def task_picture(task: Task, path: Path, examples: int = 8) -> None:
 
 
 def result_picture(result: Result, path: Path, rule: str = "best-val") -> None:
-    """AVG accuracy of every method and adapter, one panel for each stream, with the worst tenth of clients marked."""
+    """AVG accuracy of every method and adapter, one panel for each stream, with the worst tenth of clients marked.
+
+    A published number is a ring; what was chosen by test labels is hollow.
+    """
     metrics = result.metrics()
-    labels = [row.method + ("" if row.adapter == "none" else f" + {row.adapter}") for row in result.rows]
+    labels = [_name(row) for row in result.rows]
     adapters = list(dict.fromkeys(row.adapter for row in result.rows))
-    figure = Figure(figsize=(1.8 + 3.2 * len(metrics), 1.0 + 0.27 * len(labels)), layout="constrained")
-    axes = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
+    figure, panels = _panels(len(metrics), width=3.2, height=0.7 + 0.27 * len(labels), sharey=True)
     places = np.arange(len(labels))[::-1]
-    for panel, metric in zip(axes, metrics, strict=True):
-        for place, row in zip(places, result.rows, strict=True):
+    published = [[paper_of(row, metric, rule) for metric in metrics] for row in result.rows]
+    ring = "; ○ paper" if any(number is not None for numbers in published for number in numbers) else ""
+    for column, (panel, metric) in enumerate(zip(panels, metrics, strict=True)):
+        for index, (place, row) in enumerate(zip(places, result.rows, strict=True)):
             mean, worst = (number_of(row, metric, rule, part) for part in ("avg", "worst"))
             if mean is None or worst is None:
                 continue
             colour = PALETTE[adapters.index(row.adapter) % len(PALETTE)]
-            panel.barh(place, mean[0], xerr=mean[1] or None, color=colour, height=0.72, ecolor=INK)
-            panel.plot([worst[0]], [place], marker="|", color="white", markersize=9, markeredgewidth=2)
-            panel.text(1.5, place, f"{mean[0]:.1f}", va="center", ha="left", color="white", fontsize=8)
+            fill, ink = ("white", colour) if row.bound else (colour, "white")
+            panel.barh(place, mean[0], xerr=mean[1] or None, color=fill, edgecolor=colour, height=0.72, ecolor=INK)
+            panel.plot([worst[0]], [place], marker="|", color=ink, markersize=9, markeredgewidth=2)
+            panel.text(1.5, place, f"{mean[0]:.1f}", va="center", ha="left", color=ink, fontsize=8)
+            paper = published[index][column]
+            if paper is not None:
+                panel.plot([paper], [place], marker="o", color=INK, markerfacecolor="none", markersize=6)
         panel.set_title(short_name(metric), color=INK, fontsize=11)
         panel.set_xlim(0, 100)
         panel.set_yticks(places, labels, fontsize=9, color=INK)
         panel.tick_params(length=0, labelcolor=INK)
-        panel.set_xlabel("accuracy, % (mean over clients; | worst tenth)", fontsize=8, color=SOFT)
         for side in ("top", "right", "left"):
             panel.spines[side].set_visible(False)
+    figure.supxlabel(f"accuracy, % (mean over clients; | worst tenth{ring})", fontsize=8, color=SOFT)
     _save(figure, path)
+
+
+def density_picture(result: Result, path: Path, rule: str = "best-val") -> None:
+    """How what adapters tell is spread over [0, 1], one panel for each stream, one line for each row.
+
+    Counts of all seeds are added up; the area under a line is 1.
+    """
+    found = {row: told for row in range(len(result.rows)) if (told := result.rows[row].telemetry(rule))}
+    told_of = {(name, metric) for told in found.values() for metric in told for name in told[metric]}
+    if not told_of:
+        raise UserError("no adapter of these runs tells anything to draw")
+    metrics = list(dict.fromkeys(metric for told in found.values() for metric in told))
+    wanted = [(name, metric) for name in sorted({name for name, _ in told_of}) for metric in metrics]
+    wanted = [key for key in wanted if key in told_of]
+    figure, panels = _panels(len(wanted), width=3.2, height=2.3, sharey=False)
+    lines: dict[int, Line2D] = {}
+    for panel, (name, metric) in zip(panels, wanted, strict=True):
+        for order, (row, told) in enumerate(found.items()):
+            counts = np.array([seed["counts"] for seed in told.get(metric, {}).get(name, [])])
+            if not counts.size:
+                continue
+            bins = counts.shape[1]
+            density = counts.sum(0) * bins / max(counts.sum(), 1)
+            edges, heights = np.linspace(0, 1, bins + 1), [*density, density[-1]]
+            colour, stroke = PALETTE[order % len(PALETTE)], STROKES[order % len(STROKES)]
+            (lines[row],) = panel.step(edges, heights, where="post", linewidth=1.5, color=colour, linestyle=stroke)
+            if len(found) == 1:
+                panel.fill_between(edges, heights, step="post", color=PALETTE[0], alpha=0.15)
+        panel.set_title(short_name(metric), color=INK, fontsize=11)
+        panel.set_xlim(0, 1)
+        panel.set_ylim(bottom=0)
+        panel.set_xlabel(AXES.get(name, name), fontsize=8, color=SOFT)
+        panel.set_ylabel("density", fontsize=8, color=SOFT)
+        panel.tick_params(length=2, labelsize=8, labelcolor=INK)
+        for side in ("top", "right"):
+            panel.spines[side].set_visible(False)
+    labels = [_name(result.rows[row]) for row in lines]
+    across = min(3, len(panels))
+    figure.legend(list(lines.values()), labels, loc="outside lower center", ncols=across, fontsize=8, frameon=False)
+    _save(figure, path)
+
+
+def _panels(count: int, width: float, height: float, sharey: bool) -> tuple[Figure, list[Axes]]:
+    """A figure with so many panels, at most four side by side; none is left empty."""
+    across = min(count, 4)
+    down = -(-count // across)
+    figure = Figure(figsize=(1.8 + width * across, 0.3 + height * down), layout="constrained")
+    axes = list(figure.subplots(down, across, sharey=sharey, squeeze=False).flat)
+    for panel in axes[count:]:
+        panel.set_axis_off()
+    return figure, axes[:count]
+
+
+def _name(row: Row) -> str:
+    """Method and adapter, and where in a sweep."""
+    pair = row.method + ("" if row.adapter == "none" else f" + {row.adapter}")
+    return ", ".join([pair, *(f"{key} = {value}" for key, value in row.point)])
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.table import Table
 
 from fedshift.bench.folder import RunFolder
-from fedshift.bench.metrics import mean_and_std
+from fedshift.bench.metrics import mean_and_std, mean_over, summarise
+from fedshift.engines.work import Score
 from fedshift.errors import UserError
 
+Point: TypeAlias = tuple[tuple[str, Any], ...]  # of a sweep
+Run: TypeAlias = tuple[int, list[Any], dict[str, float]]  # seed, scores, cost
+NOTES = "notes.txt"  # in a run folder; one a line
 RULES = ("last", "best-val", "oracle")
 RULE_TEXT = {
     "last": "the state after the last round",
@@ -29,10 +34,11 @@ class Row:
 
     method: str
     adapter: str
-    point: tuple[tuple[str, Any], ...]
+    point: Point
     seeds: tuple[int, ...] = ()
     values: Mapping[tuple[str, str], list[Mapping[str, Any]]] = field(default_factory=dict)
     cost: Mapping[str, float] = field(default_factory=dict)
+    bound: bool = False  # chosen by test labels: nothing that could be deployed
 
     def number(self, metric: str, rule: str = "best-val", part: str = "avg") -> tuple[float, float] | None:
         """Mean and deviation over seeds of one part (avg, all, std, worst, loss) of a metric, or None."""
@@ -41,6 +47,21 @@ class Row:
             return None
         return mean_and_std([float(value[part]) for value in found])
 
+    def paper(self, metric: str, rule: str = "best-val") -> float | None:
+        """The published number for a metric, or None; it does not depend on seeds."""
+        found = self.values.get((rule, metric))
+        number = found[0].get("paper") if found else None
+        return None if number is None else float(number)
+
+    def telemetry(self, rule: str = "best-val") -> dict[str, dict[str, list[Mapping[str, Any]]]]:
+        """Mean and counts by metric (without its model) and by what the adapter calls them, one for each seed."""
+        found: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+        for (selection, metric), seeds in self.values.items():
+            if selection == rule and all("telemetry" in seed for seed in seeds):
+                names = {name: [seed["telemetry"][name] for seed in seeds] for name in seeds[0]["telemetry"]}
+                found[metric.partition("/")[2]] = names
+        return found
+
 
 @dataclass(frozen=True)
 class Result:
@@ -48,6 +69,7 @@ class Result:
 
     rows: tuple[Row, ...]
     folders: tuple[Path, ...]
+    notes: tuple[str, ...] = ()
 
     def metrics(self) -> list[str]:
         """Test set and population of every score, without the model's part unless it is ``after-local``."""
@@ -81,6 +103,7 @@ class Result:
                 "seed": seed,
                 **{key: value for key, value in numbers.items() if key != "by-client"},
                 **row.cost,
+                **({"bound": True} if row.bound else {}),
             }
             for row in self.rows
             for (rule, metric), found in row.values.items()
@@ -100,40 +123,76 @@ class Result:
         )
         for column in ("method", "adapter", *sweep):
             table.add_column(column, no_wrap=True)
+        papers = {metric: [paper_of(row, metric, rule) for row in self.rows] for metric in metrics}
         for metric in metrics:
             for part in parts:
-                table.add_column(
-                    f"{short_name(metric)}\n{part.upper() if part != 'worst' else 'worst'}", justify="right"
-                )
+                beside = " (paper)" if part == "avg" and any(number is not None for number in papers[metric]) else ""
+                title = part if part == "worst" else part.upper()
+                table.add_column(f"{short_name(metric)}\n{title}{beside}", justify="right", overflow="fold")
         table.add_column("kB up\nclient", justify="right")
         table.add_column("kB down\nclient", justify="right")
         table.add_column("s\nround", justify="right")
         best = {(m, p): self._best(m, p, rule) for m in metrics for p in parts}
-        for row in self.rows:
+        for number, row in enumerate(self.rows):
             cells = [
-                _cell(number_of(row, metric, rule, part), best[metric, part]) for metric in metrics for part in parts
+                _cell(
+                    number_of(row, metric, rule, part),
+                    None if row.bound else best[metric, part],
+                    papers[metric][number] if part == "avg" else None,
+                )
+                for metric in metrics
+                for part in parts
             ]
             point = [_text(dict(row.point).get(key, "")) for key in sweep]
             table.add_row(row.method, row.adapter, *point, *cells, *_cost_cells(row.cost))
         return table
 
     def rules_table(self) -> Table:
-        """AVG under the three selection rules side by side."""
+        """AVG under the three selection rules side by side; the oracle only where streams were scored during training."""
         metrics = self.metrics()
-        table = Table(title="The same AVG under the three selection rules", title_justify="left")
+        known = {rule for row in self.rows for rule, _ in row.values}
+        table = Table(title="The same AVG under the selection rules", title_justify="left")
         sweep = list(dict.fromkeys(key for row in self.rows for key, _ in row.point))
         for column in ("method", "adapter", *sweep):
             table.add_column(column, no_wrap=True)
         for metric in metrics:
-            for rule in RULES:
+            for rule in (rule for rule in RULES if rule in known):
                 table.add_column(f"{short_name(metric)}\n{rule}", justify="right")
         for row in self.rows:
-            cells = [_cell(number_of(row, metric, rule, "avg"), None) for metric in metrics for rule in RULES]
+            cells = [
+                _cell(number_of(row, metric, rule, "avg"), None)
+                for metric in metrics
+                for rule in RULES
+                if rule in known
+            ]
             table.add_row(row.method, row.adapter, *(_text(dict(row.point).get(key, "")) for key in sweep), *cells)
         return table
 
+    def telemetry_table(self, rule: str = "best-val") -> Table | None:
+        """What adapters tell about themselves, as means over samples, clients and seeds; None if none tells anything."""
+        told = [(row, metric, told) for row in self.rows for metric, told in row.telemetry(rule).items()]
+        if not told:
+            return None
+        metrics = list(dict.fromkeys(metric for _, metric, _ in told))
+        sweep = list(dict.fromkeys(key for row in self.rows for key, _ in row.point))
+        table = Table(title=f"What adapters tell, means at {RULE_TEXT[rule]}", title_justify="left")
+        for column in ("method", "adapter", *sweep, "name"):
+            table.add_column(column, no_wrap=True)
+        for metric in metrics:
+            table.add_column(short_name(metric), justify="right")
+        for row in self.rows:
+            found = row.telemetry(rule)
+            for name in dict.fromkeys(name for by_name in found.values() for name in by_name):
+                seeds = [[seed["mean"] for seed in found.get(metric, {}).get(name, [])] for metric in metrics]
+                cells = [_spread(values, 3) if values and None not in values else "-" for values in seeds]
+                table.add_row(
+                    row.method, row.adapter, *(_text(dict(row.point).get(key, "")) for key in sweep), name, *cells
+                )
+        return table
+
     def _best(self, metric: str, part: str, rule: str) -> float | None:
-        found = [number[0] for row in self.rows if (number := number_of(row, metric, rule, part)) is not None]
+        plain = [row for row in self.rows if not row.bound]
+        found = [number[0] for row in plain if (number := number_of(row, metric, rule, part)) is not None]
         return max(found) if len(found) > 1 else None
 
 
@@ -146,30 +205,92 @@ def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
     folders = list(paths)
     configs = {path: _config(path) for path in folders}
     points = _points(configs)
-    grouped: dict[tuple[str, str, tuple[tuple[str, Any], ...]], list[tuple[int, list[Any], dict[str, float]]]] = {}
+    grouped: dict[tuple[str, str, Point, bool], list[Run]] = {}
     for path, config in configs.items():
         folder = RunFolder(path)
         lines = folder.lines()
         scores = folder.scores()
+        families: dict[str, list[list[dict[str, Any]]]] = {}
         for adapter in wanted.get(path) or sorted(scores, key=lambda name: (name != "none", name)):
             rows = scores[adapter]
-            whole = [*rows, *(_oracle(lines) if adapter == "none" else [])]
+            whole = [*rows, *(_oracle(lines, rows) if adapter == "none" else [])]
             run = (config["seed"], whole, _cost(lines))
-            grouped.setdefault((_title(config), adapter, points[path]), []).append(run)
-    return Result(tuple(_row(*key, runs) for key, runs in grouped.items()), tuple(folders))
+            grouped.setdefault((_title(config), adapter, points[path], False), []).append(run)
+            families.setdefault(rows[0].get("family", "") if rows else "", []).append(rows)
+        for family, members in families.items():
+            if family and len(members) > 1:
+                run = (config["seed"], _bound(members), _cost(lines))
+                key = (_title(config), f"{family}, best per client (uses labels)", points[path], True)
+                grouped.setdefault(key, []).append(run)
+    notes = dict.fromkeys(note for path in folders for note in _notes(path))
+    return Result(tuple(_row(*key, runs) for key, runs in grouped.items()), tuple(folders), tuple(notes))
 
 
-def _row(
-    method: str,
-    adapter: str,
-    point: tuple[tuple[str, Any], ...],
-    runs: Sequence[tuple[int, list[Any], dict[str, float]]],
-) -> Row:
+def _row(method: str, adapter: str, point: Point, bound: bool, runs: Sequence[Run]) -> Row:
     keys = list(dict.fromkeys((row["selection"], row["metric"]) for _, rows, _ in runs for row in rows))
     by_key = {key: [r for _, rows, _ in runs for r in rows if (r["selection"], r["metric"]) == key] for key in keys}
     complete = {key: found for key, found in by_key.items() if len(found) == len(runs)}
     cost = {name: mean_and_std([c[name] for _, _, c in runs])[0] for name in runs[0][2]}
-    return Row(method, adapter, point, tuple(seed for seed, _, _ in runs), complete, cost)
+    return Row(method, adapter, point, tuple(seed for seed, _, _ in runs), complete, cost, bound)
+
+
+def _bound(members: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Scores as if every client had known, on every stream, which adapter of a family suits it best."""
+    keyed = [{(row["selection"], row["metric"]): row for row in rows} for rows in members]
+    made: dict[tuple[str, str], dict[str, Any]] = {}
+    for key, first in keyed[0].items():
+        rows = [by_key[key] for by_key in keyed if key in by_key]
+        if len(rows) < len(members):
+            continue
+        same = {"selection": key[0], "metric": key[1], "round": first["round"]}
+        if "of" in first:
+            columns = [made[key[0], name] for name in _parts_of(first) if (key[0], name) in made]
+            if len(columns) == len(first["of"]):
+                made[key] = {**same, **mean_over(columns), "of": first["of"]}
+            continue
+        chosen = {
+            client: max((row["by-client"][client] for row in rows if client in row["by-client"]), key=_rank)
+            for client in first["by-client"]
+        }
+        scores = {
+            name: Score(n, right, math.nan if loss is None else loss) for name, (n, right, loss) in chosen.items()
+        }
+        made[key] = {**same, **_finite(summarise(scores).as_dict()), "by-client": chosen}
+    return list(made.values())
+
+
+def _parts_of(mean: Mapping[str, Any]) -> list[str]:
+    """The metrics a mean over streams is of."""
+    model, _, population = metric_parts(mean["metric"])
+    return [f"{model}/{stream}/{population}" for stream in mean["of"]]
+
+
+def _rank(counts: Sequence[Any]) -> tuple[float, float]:
+    """By right answers, then by loss."""
+    _, right, loss = counts
+    return right, -math.inf if loss is None else -loss
+
+
+def _finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
+    return {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+
+
+def _notes(path: Path) -> list[str]:
+    try:
+        return (path / NOTES).read_text().splitlines()
+    except FileNotFoundError:
+        return []
+
+
+def metric_parts(metric: str) -> tuple[str, str, str]:
+    """Model, test set and population of a metric.
+
+    >>> metric_parts("global/original/clients")
+    ('global', 'original', 'clients')
+    """
+    model, _, rest = metric.partition("/")
+    stream, _, population = rest.rpartition("/")
+    return model, stream, population
 
 
 def _title(config: Mapping[str, Any]) -> str:
@@ -177,7 +298,7 @@ def _title(config: Mapping[str, Any]) -> str:
     return title
 
 
-def _points(configs: Mapping[Path, Mapping[str, Any]]) -> dict[Path, tuple[tuple[str, Any], ...]]:
+def _points(configs: Mapping[Path, Mapping[str, Any]]) -> dict[Path, Point]:
     """What tells runs of one method apart: the sweep's values, and any other setting that differs between them."""
     swept = {path: dict(config.get("sweep-point") or {}) for path, config in configs.items()}
     flat = {path: _flat(config) for path, config in configs.items()}
@@ -241,12 +362,19 @@ def _config(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not a run folder ({error})") from None
 
 
-def _oracle(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _oracle(lines: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The best test score of any evaluated round, if test streams were scored during training."""
+    means = {row["metric"]: _parts_of(row) for row in rows if "of" in row}
     best: dict[str, Mapping[str, Any]] = {}
     for line in lines:
-        for metric, numbers in line.items():
-            if not isinstance(numbers, dict) or "/val/" in metric:
+        scored = {metric: value for metric, value in line.items() if isinstance(value, dict)}
+        scored |= {
+            metric: mean_over([scored[part] for part in parts])
+            for metric, parts in means.items()
+            if all(part in scored for part in parts)
+        }
+        for metric, numbers in scored.items():
+            if "/val/" in metric:
                 continue
             if numbers["avg"] is None:
                 continue
@@ -272,21 +400,31 @@ def _text(value: Any) -> str:
 
 def number_of(row: Row, metric: str, rule: str, part: str) -> tuple[float, float] | None:
     """Mean and deviation over seeds of a metric that is named without its model, or None."""
-    if metric.startswith("after-local/"):
-        return row.number(metric, rule, part)
-    for model in ("global", "personal"):
-        found = row.number(f"{model}/{metric}", rule, part)
-        if found is not None:
-            return found
-    return None
+    return next((found for name in _full(metric) if (found := row.number(name, rule, part)) is not None), None)
 
 
-def _cell(number: tuple[float, float] | None, best: float | None) -> str:
+def paper_of(row: Row, metric: str, rule: str) -> float | None:
+    """The published number for a metric that is named without its model, or None."""
+    return next((found for name in _full(metric) if (found := row.paper(name, rule)) is not None), None)
+
+
+def _full(metric: str) -> list[str]:
+    """A metric with its model; a row has scores of one of them."""
+    return [metric] if metric.startswith("after-local/") else [f"{model}/{metric}" for model in ("global", "personal")]
+
+
+def _cell(number: tuple[float, float] | None, best: float | None, paper: float | None = None) -> str:
+    beside = "" if paper is None else f" [dim]({paper:.1f})[/]"
     if number is None:
-        return "-"
+        return f"-{beside}"
     mean, deviation = number
     text = f"{mean:.1f}" + (f" ±{deviation:.1f}" if deviation else "")
-    return f"[bold]{text}[/]" if best is not None and mean >= best - 0.05 else text
+    return (f"[bold]{text}[/]" if best is not None and mean >= best - 0.05 else text) + beside
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    mean, deviation = mean_and_std(values)
+    return f"{mean:.{digits}f}" + (f" ±{deviation:.{digits}f}" if deviation else "")
 
 
 def _cost_cells(cost: Mapping[str, float]) -> tuple[str, str, str]:

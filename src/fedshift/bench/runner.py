@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from fedshift.bench.code import code_digest
 from fedshift.bench.experiment import AdapterSpec, Experiment, MethodSpec
 from fedshift.bench.federation import Federation, RoundReport, State
 from fedshift.bench.folder import Progress, RunFolder, toml_text
-from fedshift.bench.metrics import summarise
+from fedshift.bench.metrics import mean_over, summarise
 from fedshift.bench.progress import Reporter, Silent
-from fedshift.bench.results import Result, collect
+from fedshift.bench.results import NOTES, Result, collect, metric_parts
 from fedshift.bench.setup import PRECISIONS, Network, Setup, make_setup, make_task, with_baselines
 from fedshift.core import rng
 from fedshift.core.arch import Arch
@@ -32,7 +33,7 @@ from fedshift.core.tree import Tree
 from fedshift.data.pool import Pool
 from fedshift.data.task import Task
 from fedshift.engines.auto import Engine, device_for, engine_for
-from fedshift.engines.work import Compute, Score
+from fedshift.engines.work import Compute, Density, Score
 from fedshift.errors import UserError
 
 FORMAT = 1  # raise when the same settings would give other numbers
@@ -92,6 +93,7 @@ def run(
             for job in jobs:
                 _train(job, worker, compute, resume, say)
                 _adapt(job, worker, compute, say)
+                _annotate(job)
         finally:
             worker.close()
             say.close()
@@ -125,6 +127,7 @@ def _jobs(
         for seed in variant.seeds:
             say.doing(f"preparing data, seed {seed}")
             task = make_task(variant, seed, data)
+            _check_means(variant, task)
             for spec in with_baselines(variant):
                 setup = make_setup(variant, spec, task, network)
                 if len(setup.methods) > 1:  # methods that cannot mix networks say so here
@@ -133,13 +136,21 @@ def _jobs(
                 yield Job(variant, point, setup, task, seed, RunFolder.of(out, name, spec.title, seed, config), config)
 
 
+def _check_means(variant: Experiment, task: Task) -> None:
+    """A task of the user's own need not have the streams the experiment names."""
+    for name in variant.evaluate.mean_of:
+        if name not in task.streams:
+            raise UserError(f"[evaluate] mean-of: the task has no stream {name!r}; it has: {', '.join(task.streams)}")
+    if "mean" in task.streams:
+        raise UserError("a stream cannot be called 'mean'")
+
+
 def _config(
     variant: Experiment, spec: MethodSpec, point: Mapping[str, Any], seed: int, task: Task, setup: Setup
 ) -> dict[str, Any]:
     """What decides the training of one run; adapters do not, so that new ones can be added to a finished run."""
-    whole = variant.model_dump(
-        by_alias=True, exclude={"method", "seeds", "sweep", "name", "title", "baselines", "scale"}
-    )
+    others = ("method", "seeds", "sweep", "name", "title", "baselines", "scale", "notes")
+    whole = variant.model_dump(by_alias=True, exclude={**dict.fromkeys(others, True), "evaluate": {"mean_of"}})
     arch = {name: _fingerprint(m.arch, seed) for name, m in setup.methods.items()}
     method = {key: value for key, value in spec.model_dump(by_alias=True).items() if key != "adapters"}
     facts = {"format": FORMAT, "seed": seed, "task-hash": task.hash, "networks": arch, "sweep-point": dict(point)}
@@ -283,8 +294,12 @@ def _model_name(job: Job) -> str:
 # ---- adapters ------------------------------------------------------------------------------------------------------------
 def _adapt(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
     """Every adapter that has no scores yet, on the last state and on the one chosen by validation."""
-    found = {name: rows[0] for name, rows in job.folder.scores().items() if rows}
+    stored = job.folder.scores()
+    found = {name: rows[0] for name, rows in stored.items() if rows}
     waiting = [spec for spec in job.setup.spec.adapters if not _scored(spec, found.get(spec.title))]
+    for spec in job.setup.spec.adapters:  # what is only written beside the scores may have changed
+        if spec not in waiting and (rows := _completed(stored[spec.title], spec, job.experiment)) != stored[spec.title]:
+            job.folder.write_scores(spec.title, rows)
     title = f"{job.setup.spec.title} seed {job.seed}"
     if not waiting:
         return
@@ -301,32 +316,71 @@ def _adapt(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
         adapters = {name: job.setup.adapter(spec, method) for name, method in job.setup.methods.items()}
         by_round: dict[int, list[dict[str, Any]]] = {}
         for round_, offered in models.items():
-            rows: list[dict[str, Any]] = []
+            made: list[dict[str, Any]] = []
             for served in offered:
                 if served.model == "after-local" and spec.name != "none":
                     continue
                 scores = federation.evaluate(adapters, served.trees, list(job.task.streams))
-                rows += [
+                made += [
                     {**_row(served, stream, scores), "setting": asdict(job.task.setting(stream))}
                     for stream in job.task.streams
                 ]
-            by_round[round_] = rows
-        job.folder.write_scores(
-            spec.title,
-            [
-                {
-                    "selection": rule,
-                    "round": state.round,
-                    "adapter": spec.name,
-                    "options": spec.options(),
-                    "code": code_digest(ADAPTERS[spec.name].make),
-                    **row,
-                    **origin,
-                }
-                for rule, state in states.items()
-                for row in by_round[state.round]
-            ],
-        )
+            by_round[round_] = made
+        scored = [
+            {
+                "selection": rule,
+                "round": state.round,
+                "adapter": spec.name,
+                "options": spec.options(),
+                "code": code_digest(ADAPTERS[spec.name].make),
+                **row,
+                **origin,
+            }
+            for rule, state in states.items()
+            for row in by_round[state.round]
+        ]
+        job.folder.write_scores(spec.title, _completed(scored, spec, job.experiment))
+
+
+def _completed(scored: Sequence[Mapping[str, Any]], spec: AdapterSpec, experiment: Experiment) -> list[dict[str, Any]]:
+    """Scores with what follows from them or only labels them: means over streams, published numbers, the family.
+
+    None of it needs the models, so it is brought up to date without scoring again.
+    """
+    groups: dict[tuple[str, str, str], dict[str, Mapping[str, Any]]] = {}
+    for row in scored:
+        model, stream, population = metric_parts(row["metric"])
+        if stream != "mean":
+            groups.setdefault((row["selection"], model, population), {})[stream] = row
+    published = spec.published(experiment.model_dump(by_alias=True))
+    mean_of = experiment.evaluate.mean_of
+    completed: list[dict[str, Any]] = []
+    for (_, model, population), by_stream in groups.items():
+        rows = dict(by_stream)
+        if mean_of:
+            rows["mean"] = _mean_row(f"{model}/mean/{population}", [by_stream[name] for name in mean_of], mean_of)
+        for stream, row in rows.items():
+            usual = [stream] if population == "clients" and model != "after-local" else []
+            number = next((published[k] for k in (f"{stream}/{population}", *usual) if k in published), None)
+            labels = {"paper": number, "family": spec.family or None}
+            plain = {key: value for key, value in row.items() if key not in labels}
+            completed.append({**plain, **{key: value for key, value in labels.items() if value is not None}})
+    return completed
+
+
+def _mean_row(metric: str, rows: Sequence[Mapping[str, Any]], streams: Sequence[str]) -> dict[str, Any]:
+    shared = ("selection", "round", "adapter", "options", "code", "seed", "task-hash", "fedshift", "published-bytes")
+    same = {key: rows[0][key] for key in shared}
+    return {**same, "metric": metric, **mean_over(rows), "of": list(streams)}
+
+
+def _annotate(job: Job) -> None:
+    """Notes lie beside the scores: they decide nothing, and may change after the run."""
+    path, text = job.folder.path / NOTES, "".join(f"{note}\n" for note in job.experiment.notes)
+    if not text:
+        path.unlink(missing_ok=True)
+    elif not path.is_file() or path.read_text() != text:
+        job.folder.write(NOTES, text)
 
 
 def _scored(spec: AdapterSpec, row: Mapping[str, Any] | None) -> bool:
@@ -360,9 +414,21 @@ def _models(job: Job, federation: Federation, state: State, say: Reporter) -> li
 
 def _row(served: Served, stream: str, scores: Mapping[tuple[str, str], Score]) -> dict[str, Any]:
     own = {name: score for (name, part), score in scores.items() if part == stream}
+    told = _telemetry([score for score in own.values() if score.samples])
     return {
         "metric": f"{served.model}/{stream}/{served.population}",
         **summarise(own).as_dict(),
         "published-bytes": served.published,
         "by-client": {name: [score.samples, score.correct, round(score.loss, 4)] for name, score in own.items()},
+        **({"telemetry": told} if told else {}),
     }
+
+
+def _telemetry(scores: Sequence[Score]) -> dict[str, dict[str, Any]]:
+    """What an adapter told about itself, over the samples of all clients."""
+    parts: dict[str, list[Density]] = {}
+    for score in scores:
+        for name, density in score.telemetry.items():
+            parts.setdefault(name, []).append(density)
+    whole = {name: reduce(add, densities) for name, densities in parts.items()}
+    return {name: {"mean": density.mean, "counts": list(density.counts)} for name, density in whole.items()}

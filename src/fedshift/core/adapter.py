@@ -33,6 +33,7 @@ class Adapter:
 
     needs: ClassVar[frozenset[str]] = frozenset({"model"})
     needs_arch: ClassVar[frozenset[str]] = frozenset()
+    stackable: ClassVar[bool] = True  # many streams' predictions can run under one vmap
     sequential: ClassVar[bool] = False  # samples are worked through one by one: engines run many streams side by side
     telemetry: ClassVar[tuple[str, ...]] = ()  # entries of its outputs' ``aux``: one number in [0, 1] for each sample
 

@@ -168,7 +168,11 @@ class Arch:
         """The fixed input normalisation."""
         if len(set(self.mean)) == 1 and len(set(self.std)) == 1:  # scalars need no tensor on the device
             return x if (self.mean[0], self.std[0]) == (0.0, 1.0) else (x - self.mean[0]) / self.std[0]
-        mean, std = (torch.tensor(v, dtype=x.dtype, device=x.device)[:, None, None] for v in (self.mean, self.std))
+        # filled on the device: copying from the host is not possible while a CUDA graph is captured
+        mean, std = (
+            torch.stack([torch.full((1, 1), value, dtype=x.dtype, device=x.device) for value in values])
+            for values in (self.mean, self.std)
+        )
         return (x - mean) / std
 
     @property

@@ -40,7 +40,7 @@ NUMBERS = 3 + CHAINS + 1 + CHAINS + CHAINS * DEPTH * 3
 _GEOMETRIC = 5
 _MIN_LEVEL, _MAX_LEVEL = 0.1, 10.0
 _MAX_ANGLE = 30
-_BLOCK_VALUES = MappingProxyType({"cpu": 2**21, "cuda": 2**25})  # values (views x channels x pixels) made at once
+_BLOCK_VALUES = MappingProxyType({"cpu": 2**21, "cuda": 2**26})  # values (views x channels x pixels) made at once
 
 
 def _turn(degrees: int) -> tuple[float, float]:

@@ -52,7 +52,8 @@ class Graphs:
         return static
 
     def clear(self) -> None:
-        """Free everything."""
+        """Free everything; a pool whose last graph is gone cannot be captured into again."""
+        self._pool = None
         self._seen.clear()
         self._steps.clear()
         self._states.clear()

@@ -29,7 +29,7 @@ LONGEST = 64  # samples of a piece, for adapters that work through them one by o
 def suited(adapter: Adapter, setting: Setting) -> bool:
     """Whether this adapter gains from company on such a stream, and the stream stands for itself."""
     steps = adapter.sequential or adapter.batch is not None
-    return steps and not adapter.fits and setting.reset == "stream" and setting.passes == 1
+    return steps and adapter.stackable and not adapter.fits and setting.reset == "stream" and setting.passes == 1
 
 
 @dataclass(frozen=True, eq=False)

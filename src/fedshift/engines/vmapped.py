@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -82,7 +83,9 @@ class Vmapped:
     ) -> dict[tuple[str, str], Score]:
         """Scores by (client, part): streams that must be gone along side by side, the others as one large batch each."""
         here = self._placement(task)
-        side_by_side = [part for part in parts if suited(adapter, here.setting(part))]
+        # a stream that the next one goes on from is not alone
+        carried = {part for part, later in pairwise(parts) if here.setting(later).reset == "never"}
+        side_by_side = [part for part in parts if part not in carried and suited(adapter, here.setting(part))]
         others = [part for part in parts if part not in side_by_side]
         scores = Sequential(self.compute, self._placement).evaluate(adapter, deployed, task, others, seed)
         lanes = [Lane.of(adapter, here, client, part) for client in deployed for part in side_by_side]
@@ -144,7 +147,7 @@ class Vmapped:
             suited = fitting(phase, method.arch, size)
             order = queues.take(members, rows, size)
             step = _stacked_step(method, suited, queues)
-            if self._graphs is None:
+            if self._graphs is None or phase.trainable == frozenset():  # a fold is over before a graph would pay
                 group.state = step(group.state, order)
             else:
                 key = (method, suited, queues.signature, len(rows))
