@@ -991,10 +991,12 @@ def test_engines_give_the_same_scores(which: str, parallel: Parallel) -> None:
     reference = Sequential().evaluate(adapter, deployed, task, list(RESETS), seed=4)
     assert list(reference) == [(client.name, part) for client in everyone(task) for part in RESETS]
     assert len({score.accuracy for score in reference.values()}) > 10
-    for engine in (Vmapped(Compute()), parallel):
-        scores = engine.evaluate(adapter, deployed, task, list(RESETS), seed=4)
-        assert list(scores) == list(reference)
-        assert scores == reference
+    assert parallel.evaluate(adapter, deployed, task, list(RESETS), seed=4) == reference
+    stacked = Vmapped(Compute()).evaluate(adapter, deployed, task, list(RESETS), seed=4)
+    assert list(stacked) == list(reference)
+    for key, score in reference.items():  # stacked streams round the last digits of a loss otherwise
+        assert (stacked[key].samples, stacked[key].correct) == (score.samples, score.correct)
+        assert stacked[key].loss == pytest.approx(score.loss, rel=1e-6)
 
 
 def example(cache: Path | None = None) -> Task:
