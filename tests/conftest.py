@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 
 from fedshift.core.arch import Arch
 from fedshift.core.method import Train
+from fedshift.core.registry import Registry, with_options
 from fedshift.data.task import Client, Task
+from fedshift.errors import UserError
 from fedshift.models.cnn import CNN
 from fedshift.models.mlp import MLP
 
@@ -70,3 +74,11 @@ def tiny_train(**changes: object) -> Train:
         "weight_decay": 1e-3,
     }
     return Train(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+def refusal(registry: Registry[Any], noun: str, name: str, options: Mapping[str, Any], **fixed: Any) -> str:
+    """The sentence with which these options of a TOML file are refused."""
+    kebab = {key.replace("_", "-"): value for key, value in options.items()}
+    with pytest.raises(UserError) as said:
+        with_options(registry[name].make, f"{noun} {name!r}", kebab, **fixed)
+    return str(said.value)

@@ -63,7 +63,7 @@ def federated(method_name: str, net: str) -> tuple[Federation, dict[str, Tree], 
     federation = Federation(setup, TASK, Sequential(DOUBLE), DOUBLE, seed=0, rounds=1)
     state, report = federation.step(federation.start())
     assert report.left_out == ()
-    return federation, federation.deployed(state), federation.newcomers(state)[0]
+    return federation, federation.deployed(state), federation.newcomers(state)
 
 
 def test_networks_have_what_their_names_say() -> None:
@@ -168,7 +168,8 @@ def test_new_plugins_join_the_grid_by_their_declarations() -> None:
         if method_name == "described":
             assert reason is None
         else:
-            assert reason == f"adapter 'shifted' needs descriptor, which method {method_name!r} does not deploy"
+            start = f"adapter 'shifted' needs descriptor, which method {method_name!r} does not deploy"
+            assert reason == f"{start}, but described would"
     for adapter_name in ADAPTERS:
         test_a_pair_runs_or_says_what_is_missing("described", adapter_name, "batch norm")
         test_a_pair_runs_or_says_what_is_missing("described", adapter_name, "no norm")

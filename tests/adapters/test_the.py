@@ -26,9 +26,8 @@ from fedshift.engines import work
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
 from fedshift.engines.work import Compute, Score, draws_of, predictions
-from fedshift.errors import UserError
 from fedshift.methods.fedavg import FedAvg
-from tests.conftest import tiny_arch, tiny_train
+from tests.conftest import refusal, tiny_arch, tiny_train
 from tests.methods.test_fedthe import trained
 
 SHAPE, CLASSES = (2, 2, 3), 5
@@ -419,8 +418,8 @@ def test_telemetry_of_a_fixed_weight_is_that_weight(weight: float) -> None:
     {"alpha": -0.1}, {"beta": 1.1}, {"e": 2.0}, {"lr": -1.0}, {"steps": -1}, {"batch_size": -1},
 ])  # fmt: skip
 def test_settings_that_cannot_be_meant_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="adapter 'the'"):
-        on(LINEAR, **options)
+    sentence = refusal(ADAPTERS, "adapter", "the", options, arch=LINEAR, forward=LINEAR)
+    assert sentence.startswith(f"adapter 'the': {next(iter(options)).replace('_', '-')} must")
 
 
 # ---- real images, real weights ------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from fedshift.models.cnn import CNN
 from fedshift.models.mlp import MLP
 from tests.adapters.test_adapters import CLASSES, SHAPE, TASK, images_of, normalised, stream
 from tests.adapters.test_adapters import trained as network
-from tests.conftest import tiny_train
+from tests.conftest import refusal, tiny_train
 
 DOUBLE = Compute(dtype=torch.float64)
 NETWORKS = {
@@ -332,8 +332,9 @@ def test_eata_tells_its_pass_rate_whenever_it_predicts(options: dict[str, Any]) 
     ("ttt", {"lr": -1.0}), ("ttt", {"copies": 0}), ("tsa", {"lr": -1.0}), ("tsa", {"steps": -1}),
 ])  # fmt: skip
 def test_settings_that_cannot_be_meant_are_refused(name: str, options: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="adapter"):
-        on(network("mlp")[0], name, **options)
+    sentence = refusal(ADAPTERS, "adapter", name, options, arch=network("mlp")[0], forward=None)
+    assert sentence.startswith(f"adapter {name!r}: ")
+    assert f"{next(iter(options)).replace('_', '-')} must" in sentence
 
 
 # ---- TSA ----------------------------------------------------------------------------------------------------------------

@@ -324,7 +324,7 @@ def test_model_and_one_descriptor_travel_in_both_directions_and_nothing_else() -
 def test_strangers_have_the_global_head_twice_and_every_weight_gives_its_prediction(sync: bool) -> None:
     fed, _ = federation("fedthe", SIZED, sync_descriptors=sync)
     state, _ = run(fed)
-    strangers, published = fed.newcomers(state)
+    strangers, published = fed.newcomers(state), fed.settled(state).published
     assert published == (3 * AWKWARD.feature_size * 8 if sync else 0)
     assert set(strangers) == {"new0", "new1"}
     common = next(iter(fed.deployed(state).values()))["descriptors"]["global"]

@@ -462,7 +462,7 @@ def test_newcomers_start_from_the_global_model_and_the_mean_of_what_is_published
     for name, private in (("fedavg", set()), ("scaffold", set()), ("ditto", set()), ("fedbn", NORM), ("fedper", HEAD)):
         fed, _ = federation(name, task)
         state, _ = run(fed)
-        models, cost = fed.newcomers(state)
+        models, cost = fed.newcomers(state), fed.settled(state).published
         assert set(models) == {"new0", "new1"}
         floats = 0
         for tree in models.values():
@@ -479,7 +479,7 @@ def test_newcomers_start_from_the_global_model_and_the_mean_of_what_is_published
 def test_the_mean_of_what_is_published_is_as_precise_as_the_run() -> None:
     fed, _ = federation("fedper", make_task((5, 9, 12), unseen=1))
     state, _ = run(fed)
-    models, _ = fed.newcomers(state)
+    models = fed.newcomers(state)
     for entry in HEAD:
         expected = torch.stack([state.mines[c]["model"][entry] for c in "abc"]).mean(0)
         assert torch.allclose(models["new0"]["model"][entry], expected, rtol=0, atol=1e-14)
@@ -490,7 +490,7 @@ def test_methods_that_offer_nothing_have_no_newcomers(name: str) -> None:
     """The alternative is a score of weights that nobody trained."""
     fed, _ = federation(name, make_task((5, 9, 12), unseen=1))
     state, _ = run(fed)
-    assert fed.newcomers(state) == ({}, 0)
+    assert fed.newcomers(state) == {}
 
 
 # --- clients that come to nothing -------------------------------------------------------------------------------------

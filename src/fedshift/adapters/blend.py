@@ -27,7 +27,7 @@ class Blend(Adapter):
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        in_unit_interval("adapter 'blend'", e=self.e)
+        in_unit_interval(e=self.e)
 
     def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
         """Two forward passes."""

@@ -39,7 +39,7 @@ class BatchNormRefresh(Adapter):
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
         if self.batch_size < 1 or self.passes < 0:
-            raise UserError("adapter bn: batch-size must be positive and passes not negative")
+            raise UserError("batch-size must be positive and passes not negative")
 
     @property
     def batch(self) -> int | None:

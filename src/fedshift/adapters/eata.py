@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -45,16 +45,15 @@ class EfficientTent(Tent):
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
         super().__post_init__()
-        in_unit_interval("adapter 'eata'", memory=self.memory)
+        in_unit_interval(memory=self.memory)
         not_negative(
-            "adapter 'eata'",
             margin=self.margin,
             redundancy=self.redundancy,
             fisher_weight=self.fisher_weight,
             fisher_samples=self.fisher_samples,
         )
 
-    def prepare(self, deployed: Tree, batches: list[Mapping[str, Tensor]]) -> Tree:
+    def prepare(self, deployed: Tree, batches: Iterable[Mapping[str, Tensor]]) -> Tree:
         """Which weights matter: the mean over batches of the squared gradient."""
         live = pick(deployed["model"], self.trained())
         total, count, seen = zeros_like(live), 0, 0
@@ -93,13 +92,14 @@ class EfficientTent(Tent):
         value = (weight * uncertainty).sum() + self.fisher_weight * torch.stack(drift).sum()
         mean = (kept[:, None] * p).sum(0) / count.clamp(min=1)
         moved = torch.where(known["seen"] > 0, self.memory * known["mean"] + (1 - self.memory) * mean, mean)
-        notes = {"known": {"mean": moved, "seen": known["seen"] + count}}
+        seen = torch.where(count > 0, torch.ones_like(known["seen"]), known["seen"])
+        notes = {"known": {"mean": moved, "seen": seen}, "batch": {"kept": count}}
         return value, output._replace(aux={"kept": kept}), notes
 
     def _stepped(self, state: Tree, moved: Tree, notes: Tree) -> Tree:
         """Nothing moves if nothing was kept: momentum would move it without a reason."""
-        some = notes["known"]["seen"] > state["known"]["seen"]
-        after = {**moved, **notes}
+        some = notes["batch"]["kept"] > 0
+        after = {**moved, "known": notes["known"]}
         chosen = {
             slot: {name: torch.where(some, leaf, state[slot][name]) for name, leaf in leaves.items()}
             for slot, leaves in after.items()

@@ -27,7 +27,7 @@ class LinearProbeThenTune(Memo):
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
         super().__post_init__()
-        not_negative("adapter 'lp-ft'", head_steps=self.head_steps)
+        not_negative(head_steps=self.head_steps)
 
     def stages(self) -> list[frozenset[str]]:
         """Head, then everything."""

@@ -34,8 +34,8 @@ class Memo(Adapter):
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        not_negative("adapter 'memo'", steps=self.steps, lr=self.lr)
-        positive("adapter 'memo'", views=self.views)
+        not_negative(steps=self.steps, lr=self.lr)
+        positive(views=self.views)
 
     def stages(self) -> list[frozenset[str]]:
         """What each step trains."""

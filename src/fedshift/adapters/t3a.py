@@ -43,7 +43,7 @@ class PrototypeClassifier(Adapter):
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        positive("adapter 't3a'", keep=self.keep)
+        positive(keep=self.keep)
 
     def init(self, deployed: Tree) -> Tree:
         """The classifier's own rows."""

@@ -48,11 +48,11 @@ class Tent(Adapter):
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
         if self.optimiser not in OPTIMISERS:
-            raise UserError(f"adapter tent: optimiser must be one of {', '.join(OPTIMISERS)}, not {self.optimiser!r}")
+            raise UserError(f"optimiser must be one of {', '.join(OPTIMISERS)}, not {self.optimiser!r}")
         if self.batch_size < 0 or self.steps < 1:
-            raise UserError("adapter tent: batch-size must not be negative and steps must be positive")
+            raise UserError("batch-size must not be negative and steps must be positive")
         if self.clip is not None and not self.clip > 0:
-            raise UserError(f"adapter tent: clip must be positive, not {self.clip}")
+            raise UserError(f"clip must be positive, not {self.clip}")
         self._rule()
 
     def requirements(self) -> frozenset[str]:

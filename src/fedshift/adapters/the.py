@@ -53,8 +53,8 @@ class HeadEnsemble(Adapter):
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        in_unit_interval("adapter 'the'", alpha=self.alpha, beta=self.beta, e=self.e)
-        not_negative("adapter 'the'", lr=self.lr, steps=self.steps, batch_size=self.batch_size)
+        in_unit_interval(alpha=self.alpha, beta=self.beta, e=self.e)
+        not_negative(lr=self.lr, steps=self.steps, batch_size=self.batch_size)
 
     def slots(self) -> frozenset[str]:
         """Entropy alone and fixed weights do without descriptors."""

@@ -39,8 +39,8 @@ class TunedHeadEnsemble(HeadEnsemble):
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
         super().__post_init__()
-        not_negative("adapter 'the-plus'", tune_steps=self.tune_steps, tune_lr=self.tune_lr)
-        positive("adapter 'the-plus'", views=self.views)
+        not_negative(tune_steps=self.tune_steps, tune_lr=self.tune_lr)
+        positive(views=self.views)
 
     def draws(self) -> dict[str, Draw]:
         """New views for every step."""

@@ -43,7 +43,7 @@ class ViewAgreement(Adapter):
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        not_negative("adapter 'tsa'", lr=self.lr, steps=self.steps)
+        not_negative(lr=self.lr, steps=self.steps)
 
     def draws(self) -> dict[str, Draw]:
         """Two views."""

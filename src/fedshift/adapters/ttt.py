@@ -44,8 +44,8 @@ class TestTimeTraining(Adapter):
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        not_negative("adapter 'ttt'", lr=self.lr)
-        positive("adapter 'ttt'", copies=self.copies)
+        not_negative(lr=self.lr)
+        positive(copies=self.copies)
 
     def draws(self) -> dict[str, Draw]:
         """The turns of a sample's copies."""

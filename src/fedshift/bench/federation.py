@@ -52,6 +52,15 @@ class RoundReport:
     left_out: tuple[str, ...]  # clients whose loss or update was not finite
 
 
+@dataclass(frozen=True)
+class Settled:
+    """A federation after its last training steps."""
+
+    server: Tree  # with what clients published
+    mines: Mapping[str, Tree]
+    published: int  # bytes
+
+
 class Federation:
     """A method on a task under a seed; all of its methods are functions of the state they are given."""
 
@@ -111,14 +120,12 @@ class Federation:
         return Now(state.round, self.rounds, len(self.task.clients))
 
     # ---- what clients serve with ---------------------------------------------------------------------------------------
-    def deployed(self, state: State) -> dict[str, Tree]:
+    def deployed(self, state: State, settled: Settled | None = None) -> dict[str, Tree]:
         """Every client's model: what it would receive now and its private memory, after the final phases."""
-        server, mines = self._settled(state)
+        last = settled or self.settled(state)
         now = self._at_the_end(state)
-        return {
-            c.name: self._method(c).deployed(self.setup.method.broadcast(server, c.name, now), mines[c.name])
-            for c in self.task.clients
-        }
+        downs = {c.name: self.setup.method.broadcast(last.server, c.name, now) for c in self.task.clients}
+        return {c.name: self._method(c).deployed(downs[c.name], last.mines[c.name]) for c in self.task.clients}
 
     def after_local(self, state: State) -> dict[str, Tree]:
         """Every client's model right after one more local round, as some papers score it.
@@ -140,12 +147,11 @@ class Federation:
             result[client.name] = self._method(client).deployed(down, mine)
         return result
 
-    def newcomers(self, state: State) -> tuple[dict[str, Tree], int]:
-        """Models of clients nobody has seen, and the bytes the others published for them; empty if nothing is offered."""
+    def newcomers(self, state: State, settled: Settled | None = None) -> dict[str, Tree]:
+        """Models of clients nobody has seen; empty if nothing is offered to them."""
         now = self._at_the_end(state)
         method = self.setup.method
-        server, mines = self._settled(state)
-        published = sum(float_bytes(gift) for gift in self._published(state, mines).values())
+        server = (settled or self.settled(state)).server
         phases = tuple(phase for phase in method.final_phases() if not phase.labelled)
         result: dict[str, Tree] = {}
         for client in self.task.unseen:
@@ -160,9 +166,9 @@ class Federation:
                 mine = reply.mine if reply.finite else mine
             tree = method.deployed(down, mine)
             if not set(method.arch.parameters) <= set(tree.get("model", {})):
-                return {}, 0
+                return {}
             result[client.name] = tree
-        return result, published
+        return result
 
     # ---- scores --------------------------------------------------------------------------------------------------------
     def evaluate(
@@ -182,17 +188,17 @@ class Federation:
         if type(adapter).prepare is Adapter.prepare or not len(client.train):
             return tree
         size = self.setup.train.batch_size
-        batches = [
+        batches = (
             {
                 "x": pixels(self.task.images, index, self.compute.dtype).to(self.compute.device),
                 "y": self.task.labels[index].to(self.compute.device),
             }
             for index in client.train.split(size)
-        ]
-        return {**tree, **adapter.prepare(tree, list(batches))}
+        )
+        return {**tree, **adapter.prepare(tree, batches)}
 
-    def _settled(self, state: State) -> tuple[Tree, dict[str, Tree]]:
-        """After the final phases: private memories of all clients, and a server that has what they publish."""
+    def settled(self, state: State) -> Settled:
+        """All clients take the final phases, and publish what they give to each other and to newcomers."""
         now = self._at_the_end(state)
         method = self.setup.method
         mines = {c.name: self._mine(state, c, now) for c in self.task.clients}
@@ -201,12 +207,10 @@ class Federation:
             replies = self._train(state, self.task.clients, downs, now)
             self._name_failed(replies)
             mines = {name: reply.mine if reply.finite else mines[name] for name, reply in replies.items()}
-        return method.welcome(state.server, self._published(state, mines)), mines
-
-    def _published(self, state: State, mines: Mapping[str, Tree]) -> dict[str, Tree]:
-        """What clients that have trained give away."""
-        gifts = {name: self.setup.method.publish(mines[name]) for name in state.mines if name in mines}
-        return {name: gift for name, gift in gifts.items() if gift}
+        # who has never taken part has nothing trained to give
+        gifts = {name: gift for name in state.mines if name in mines and (gift := method.publish(mines[name]))}
+        published = sum(float_bytes(gift) for gift in gifts.values())
+        return Settled(method.welcome(state.server, gifts), mines, published)
 
     def _at_the_end(self, state: State) -> Now:
         return replace(self.now(state), final=True)

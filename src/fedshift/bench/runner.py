@@ -132,6 +132,7 @@ def _jobs(
                 setup = make_setup(variant, spec, task, network)
                 if len(setup.methods) > 1:  # methods that cannot mix networks say so here
                     setup.method.server_init({name: m.arch.init(0) for name, m in setup.methods.items()}, ())
+                setup.method.prepare_task(task)  # a method refuses a task it cannot work on now, not after hours
                 config = _config(variant, spec, point, seed, task, setup)
                 yield Job(variant, point, setup, task, seed, RunFolder.of(out, name, spec.title, seed, config), config)
 
@@ -396,17 +397,18 @@ class Served:
     model: str  # global, personal or after-local
     population: str  # clients or unseen
     trees: Mapping[str, Tree]
-    published: int = 0  # bytes that clients gave once so that newcomers can start
+    published: int = 0  # bytes that clients gave once, at the end
 
 
 def _models(job: Job, federation: Federation, state: State, say: Reporter) -> list[Served]:
     """The models that are scored."""
-    models = [Served(_model_name(job), "clients", federation.deployed(state))]
+    settled = federation.settled(state)
+    models = [Served(_model_name(job), "clients", federation.deployed(state, settled), settled.published)]
     if job.experiment.evaluate.after_local:
         models.append(Served("after-local", "clients", federation.after_local(state)))
     if job.task.unseen:
-        trees, published = federation.newcomers(state)
-        models.append(Served(_model_name(job), "unseen", trees, published))
+        trees = federation.newcomers(state, settled)
+        models.append(Served(_model_name(job), "unseen", trees, settled.published))
         if not trees:
             say.note(f"{job.setup.spec.title} has nothing to give to clients nobody has seen; that row is left out")
     return [served for served in models if served.trees]

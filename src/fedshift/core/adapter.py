@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -59,7 +59,7 @@ class Adapter:
         """Random tensors wanted per sample, keyed by sample id."""
         return {}
 
-    def prepare(self, deployed: Tree, batches: list[Mapping[str, Tensor]]) -> Tree:
+    def prepare(self, deployed: Tree, batches: Iterable[Mapping[str, Tensor]]) -> Tree:
         """Before deployment, at the client, with its training data (``x``, ``y``); the result joins ``deployed``."""
         return {}
 

@@ -24,6 +24,7 @@ from fedshift.errors import UserError
 if TYPE_CHECKING:
     from fedshift.data.task import Task
 
+SHIFT = "[train] augment"  # the draw behind it; no method's own draw is called so
 Batch = Mapping[str, Tensor]
 """One step's data: ``x`` images in [0, 1] (or features), ``y`` labels, ``index`` sample ids, and the method's draws."""
 
@@ -287,13 +288,13 @@ class Method:
         if phase.trainable == frozenset():
             return self.fold(state, batch, phase)
         if self._augments(phase):
-            x = augment.shifted(batch["x"], batch["augment"], flip=self.train.augment == "shift-flip")
+            x = augment.shifted(batch["x"], batch[SHIFT], flip=self.train.augment == "shift-flip")
             batch = {**batch, "x": x}
         return self.client_step(state, batch, phase)
 
     def wanted(self, phase: Phase) -> dict[str, Draw]:
         """Every random tensor of a phase's steps: the method's own and the augmentation's."""
-        shift = {"augment": Draw("uniform", (augment.SHIFT_NUMBERS,))} if self._augments(phase) else {}
+        shift = {SHIFT: Draw("uniform", (augment.SHIFT_NUMBERS,))} if self._augments(phase) else {}
         return {**self.draws(phase), **shift}
 
     def _augments(self, phase: Phase) -> bool:

@@ -45,7 +45,7 @@ class SGD:
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        not_negative("optimiser", lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+        not_negative(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
         if self.momentum >= 1:
             raise UserError(f"momentum must be below 1, not {self.momentum}")
 
@@ -91,9 +91,7 @@ class Adam:
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        not_negative(
-            "optimiser", lr=self.lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay
-        )
+        not_negative(lr=self.lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay)
 
     def memory(self, tensors: Tensors) -> Tensors:
         """Zero moments and a step counter."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch
 from fedshift.core.method import Method
+from fedshift.core.registry import METHODS
 from fedshift.errors import UserError
 
 REASONS: Mapping[str, str] = {
@@ -15,10 +16,10 @@ REASONS: Mapping[str, str] = {
 }
 
 SLOTS: Mapping[str, str] = {
-    "generic": "a global head beside the personal one (fedthe and fedrod have it)",
-    "global": "a global model beside the personal one (finetune, ditto and apfl have it)",
-    "descriptors": "feature descriptors (fedthe has them)",
-    "rotation": "a rotation head (finetune-rotation has it)",
+    "generic": "a global head beside the personal one",
+    "global": "a global model beside the personal one",
+    "descriptors": "feature descriptors",
+    "rotation": "a rotation head",
 }
 
 
@@ -40,7 +41,9 @@ def missing_for_pair(method: str, deploys: frozenset[str], adapter_name: str, ad
     slots = sorted(adapter.slots() - deploys)
     if slots:
         wanted = ", ".join(SLOTS.get(slot, slot) for slot in slots)
-        return f"adapter {adapter_name!r} needs {wanted}, which method {method!r} does not deploy"
+        able = [name for name, entry in METHODS.items() if adapter.slots() <= entry.make.deploys]
+        hint = f", but {', '.join(able)} would" if able else ""
+        return f"adapter {adapter_name!r} needs {wanted}, which method {method!r} does not deploy{hint}"
     lacking = sorted(adapter.requirements() - properties(adapter.arch))
     if lacking:
         return f"adapter {adapter_name!r} needs {REASONS[lacking[0]]}, which model {adapter.arch.name!r} does not have"

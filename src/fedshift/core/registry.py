@@ -129,6 +129,9 @@ def with_options(make: type[T], what: str, options: Mapping[str, object], **fixe
         return make(**fixed, **values)
     except TypeError as error:
         raise UserError(f"{what}: {error}") from None
+    except UserError as error:  # a check of its values, which does not know what it is called
+        text = str(error)
+        raise UserError(text if text.startswith(what.split()[0]) else f"{what}: {text}") from None
 
 
 def _typed(hint: Any, value: object, what: str) -> Any:

@@ -66,7 +66,8 @@ def evaluate_lanes(
     ready = {lane: adapter.init(deployed[lane.client]) for lane in lanes if lane.pieces}
     alike: dict[object, list[Lane]] = {}
     for lane, state in ready.items():
-        alike.setdefault((shapes(state), id(lane.samples.images)), []).append(lane)
+        own = lane.samples
+        alike.setdefault((shapes(state), id(own.images), id(own.labels), id(own.ids)), []).append(lane)
     for group in alike.values():
         longest = max(len(piece) for lane in group for piece in lane.pieces)
         probe = pixels(group[0].samples.images, group[0].samples.index[:1], compute.dtype)

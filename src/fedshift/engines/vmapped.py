@@ -39,6 +39,7 @@ from fedshift.engines.work import (
     moment,
     schedule_of,
     seeded,
+    still_valid,
 )
 
 # Samples a run works through before compiling its steps pays: it takes about half a minute and saves a fifth. A function
@@ -111,9 +112,17 @@ class Vmapped:
         """Stacked clients through all phases, and apart again."""
         count = len(clients)
         state = stack([method.client_init(down, mine) for down, mine in zip(downs, mines, strict=True)])
+        features: dict[tuple[str, str], list[Tensor]] = {}
         with seeded(method, plan.seed_for(clients[0].name, "layers")):
             for phase in plan.phases:
-                queues = _Queues(method, phase, clients, task, plan, self.compute, state)
+                features = still_valid(features, phase)
+                key = (phase.slot, phase.data)
+                if phase.inputs == "features" and key not in features:
+                    parts = [task.samples(client, phase.data) for client in clients]
+                    singles = zip(unstack(state, count), parts, strict=True)
+                    features[key] = [features_of(method, one, phase, part, self.compute) for one, part in singles]
+                cached = features[key] if phase.inputs == "features" else None
+                queues = _Queues(method, phase, clients, task, plan, self.compute, cached)
                 here = Compute(dtype=self.compute.dtype)  # many small tensors: stacked first, moved once
                 nows = [
                     moment(method, task, client, plan, length, here)
@@ -140,6 +149,7 @@ class Vmapped:
     def _phase(self, method: Method, state: Tree, phase: Phase, queues: _Queues) -> Tree:
         """Run all queues dry."""
         group = _Group(state, queues.count, borrowed=self._graphs is not None)
+        form = tuple((slot, name, leaf.shape[1:]) for slot, leaves in state.items() for name, leaf in leaves.items())
         while (choice := queues.largest_group()) is not None:
             size, members = choice
             rows = self._filled(members, queues.count)
@@ -150,7 +160,7 @@ class Vmapped:
             if self._graphs is None or phase.trainable == frozenset():  # a fold is over before a graph would pay
                 group.state = step(group.state, order)
             else:
-                key = (method, suited, queues.signature, len(rows))
+                key = (method, suited, queues.signature, form, len(rows))
                 group.state = self._graphs.step(key, size, step, group.state, order, self._compiles[method])
         return group.everyone()
 
@@ -262,7 +272,7 @@ class _Queues:
         task: Task,
         plan: Plan,
         compute: Compute,
-        state: Tree,
+        features: Sequence[Tensor] | None,
     ) -> None:
         parts = [task.samples(client, phase.data) for client in clients]
         plans = [
@@ -285,12 +295,9 @@ class _Queues:
         self._wanted = method.wanted(phase)
         seeds = [seeds_for(list(self._wanted), plan, client.name, phase) for client in clients]
         self._seeds = {n: torch.tensor([own[n] for own in seeds], device=compute.device) for n in self._wanted}
-        if phase.inputs == "features":
-            cached = [
-                features_of(method, single, phase, part, compute)[order.to(compute.device)]
-                for single, part, order in zip(unstack(state, len(parts)), parts, orders, strict=True)
-            ]
-            self._constants["features"] = _padded(torch.cat(cached))
+        if features is not None:
+            ordered = [own[order.to(compute.device)] for own, order in zip(features, orders, strict=True)]
+            self._constants["features"] = _padded(torch.cat(ordered))
 
     @property
     def signature(self) -> tuple[int, int]:

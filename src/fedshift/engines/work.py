@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from fedshift.core.tree import Tensors, Tree, all_finite, pick
 from fedshift.data.streams import Setting
 from fedshift.data.task import Client, Samples, Task
 
+T = TypeVar("T")
 BINS = 20  # of a density
 EVALUATION_CHUNK = 512  # per-sample adapters give the same answers in chunks of any size
 
@@ -57,7 +59,8 @@ class Density:
 
     @staticmethod
     def of(values: Tensor) -> Density:
-        """The density of a stream's values."""
+        """The density of a stream's values, without those that are not finite."""
+        values = values[values.isfinite()]
         bins = (values.clamp(0, 1) * BINS).long().clamp(max=BINS - 1)
         return Density(float(values.double().sum()), tuple(bins.bincount(minlength=BINS).tolist()))
 
@@ -169,11 +172,17 @@ def work(method: Method, down: Tree, mine: Tree, client: Client, task: Task, pla
     plans = [
         schedule_of(method, phase, len(part), plan, client.name) for phase, part in zip(plan.phases, data, strict=True)
     ]
+    features: dict[tuple[str, str], Tensor] = {}
     with seeded(method, plan.seed_for(client.name, "layers")):
         for phase, part, (order, sizes) in zip(plan.phases, data, plans, strict=True):
             now = moment(method, task, client, plan, len(sizes), compute)
             state = begin(method, state, phase, now)
-            for size, batch in _batches(method, state, phase, part, order.split(sizes), plan, client.name, compute):
+            features = still_valid(features, phase)
+            if phase.inputs == "features" and (phase.slot, phase.data) not in features:
+                features = {**features, (phase.slot, phase.data): features_of(method, state, phase, part, compute)}
+            cached = features.get((phase.slot, phase.data)) if phase.inputs == "features" else None
+            steps = order.split(sizes)
+            for size, batch in _batches(method, phase, part, steps, plan, client.name, compute, cached):
                 state = method.step(state, batch, fitting(phase, method.arch, size))
     return finish(method, state, down, mine, plan)
 
@@ -192,19 +201,24 @@ def hand_over(method: Method, state: Tree, down: Tree, mine: Tree, plan: Plan) -
     return ({}, method.settle(state, down, mine)) if plan.final else method.client_final(state, down, mine)
 
 
+def still_valid(features: Mapping[tuple[str, str], T], phase: Phase) -> dict[tuple[str, str], T]:
+    """Cached features by (slot, data) when this phase begins: one that trains on images may move any encoder."""
+    moves = phase.inputs == "x" and phase.trainable != frozenset()
+    return {} if moves else dict(features)
+
+
 def _batches(
     method: Method,
-    state: Tree,
     phase: Phase,
     part: Samples,
     steps: Sequence[Tensor],
     plan: Plan,
     client: str,
     compute: Compute,
+    cached: Tensor | None,
 ) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
     wanted = method.wanted(phase)
     seeds = seeds_for(list(wanted), plan, client, phase)
-    cached = features_of(method, state, phase, part, compute) if phase.inputs == "features" else None
     for number, positions in enumerate(steps):
         index = part.index[positions]
         x = pixels(part.images, index, compute.dtype) if cached is None else cached[positions.to(compute.device)]
@@ -215,7 +229,7 @@ def _batches(
 
 @torch.no_grad()
 def features_of(method: Method, state: Tree, phase: Phase, part: Samples, compute: Compute) -> Tensor:
-    """The frozen encoder's features of all of a client's samples, computed once per phase."""
+    """The frozen encoder's features of all of a client's samples."""
     chunks = part.index.split(EVALUATION_CHUNK)
     tensors = state[phase.slot]
     return torch.cat(

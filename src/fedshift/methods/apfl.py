@@ -24,7 +24,8 @@ class APFL(Method):
     On every batch, all from the values before it: ``w <- w - lr grad f(w)``, which alone travels;
     ``v <- v - lr alpha grad f(u)``; and on a round's first batch ``alpha <- clip(alpha - lr <v - w, grad f(u)>, 0, 1)``
     (``adapt = false`` keeps alpha). A client serves with the mixture of its ``v`` and the received ``w``; newcomers get the
-    global model. ``alpha = 0`` is FedAvg and ``alpha = 1`` Local.
+    global model. With ``adapt = false``, ``alpha = 0`` is FedAvg and ``alpha = 1``
+    Local.
 
     Momentum, weight decay, Adam and clipping apply to ``w`` and to ``v`` each for itself, never to alpha. BatchNorm: the
     running statistics of the mixture are kept with ``v`` and those of ``w`` travel, so with ``alpha = 0`` a client has
@@ -40,7 +41,7 @@ class APFL(Method):
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        in_unit_interval("method 'apfl'", alpha=self.alpha)
+        in_unit_interval(alpha=self.alpha)
 
     def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
         """The personal model starts where everybody starts; a stranger has none."""

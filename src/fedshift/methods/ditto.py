@@ -30,7 +30,7 @@ class Ditto(Method):
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        not_negative("method 'ditto'", lam=self.lam)
+        not_negative(lam=self.lam)
 
     def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
         """The personal model starts where everybody starts; a stranger has none."""

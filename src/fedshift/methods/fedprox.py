@@ -28,7 +28,7 @@ class FedProx(Method):
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        not_negative("method 'fedprox'", mu=self.mu)
+        not_negative(mu=self.mu)
 
     def client_init(self, down: Tree, mine: Tree) -> Tree:
         """Remember what was received."""

@@ -27,7 +27,7 @@ class FedRep(FedPer):
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        not_negative("method 'fedrep'", head_epochs=self.head_epochs, body_epochs=self.body_epochs)
+        not_negative(head_epochs=self.head_epochs, body_epochs=self.body_epochs)
 
     def phases(self, now: Now) -> tuple[Phase, ...]:
         """Head, then body."""

@@ -49,7 +49,7 @@ class FedTHE(Method):
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        not_negative("method 'fedthe'", personal_epochs=self.personal_epochs, personal_lr=self.personal_lr)
+        not_negative(personal_epochs=self.personal_epochs, personal_lr=self.personal_lr)
 
     def phases(self, now: Now) -> tuple[Phase, ...]:
         """Generic training, then what is done for oneself."""

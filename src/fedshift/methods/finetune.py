@@ -35,7 +35,7 @@ class FineTune(Method):
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        not_negative("method 'finetune'", epochs=self.epochs)
+        not_negative(epochs=self.epochs)
 
     def final_phases(self) -> tuple[Phase, ...]:
         """Train the received model once more, for oneself."""

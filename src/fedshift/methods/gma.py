@@ -30,8 +30,8 @@ class GMA(Method):
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        not_negative("method 'gma'", server_lr=self.server_lr)
-        in_unit_interval("method 'gma'", threshold=self.threshold)
+        not_negative(server_lr=self.server_lr)
+        in_unit_interval(threshold=self.threshold)
 
     def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
         """From where the server is towards FedAvg's mean, as far as the mask lets it."""

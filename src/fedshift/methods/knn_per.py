@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,10 @@ from fedshift.core.checks import positive
 from fedshift.core.method import Batch, Facts, Method, Now, Phase
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree
+from fedshift.errors import UserError
+
+if TYPE_CHECKING:
+    from fedshift.data.task import Task
 
 GRID = 101  # weights of the memory that validation chooses from: 0, 0.01, ..., 1
 
@@ -37,7 +41,15 @@ class KNNPer(Method):
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        positive("method 'knn-per'", neighbours=self.neighbours, bandwidth=self.bandwidth)
+        positive(neighbours=self.neighbours, bandwidth=self.bandwidth)
+
+    def prepare_task(self, task: Task) -> Task:
+        """Without validation images there is nothing to choose by."""
+        if not any(len(client.val) for client in task.clients):
+            raise UserError(
+                "method 'knn-per' chooses its weight on validation images, but no client has any: set [split] val"
+            )
+        return task
 
     def final_phases(self) -> tuple[Phase, ...]:
         """Remember the training images, then try every weight on the validation images."""
