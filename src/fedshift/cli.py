@@ -46,7 +46,7 @@ def run(
 ) -> None:
     """Train every method of an experiment, test every adapter, print the table. Finished parts are not run again."""
     from fedshift.bench.experiment import Experiment
-    from fedshift.bench.pictures import density_picture, result_picture, task_picture
+    from fedshift.bench.pictures import density_picture, map_picture, option_map, result_picture, task_picture
     from fedshift.bench.progress import Terminal
     from fedshift.bench.runner import run as run_experiment
     from fedshift.bench.setup import make_task
@@ -70,6 +70,9 @@ def run(
     if any(row.telemetry() for row in result.rows):
         pictures.append(folder / "densities.png")
         density_picture(result, pictures[-1])
+    if option_map(result) is not None:
+        pictures.append(folder / "map.png")
+        map_picture(result, pictures[-1])
     _print_result(console, result, "best-val", rules=chosen.evaluate.oracle)
     console.print(f"Pictures: {', '.join(map(str, pictures))}. Again: fedshift show {folder}", highlight=False)
 

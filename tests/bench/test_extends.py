@@ -200,3 +200,31 @@ def test_numbers_hold_where_their_conditions_do() -> None:
 def test_numbers_that_are_none(paper: object, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         Experiment.parse({"method": [{"name": "fedavg", "adapters": [{"name": "none", "paper": paper}]}]})
+
+
+def test_a_base_that_sweeps_over_what_starts_anew(tmp_path: Path) -> None:
+    """Another partition has no alpha: the base's sweep over it goes, and so do the small scale's options of it."""
+    base = tmp_path / "base.toml"
+    base.write_text(
+        '[partition]\nkind = "dirichlet"\nalpha = 0.1\n[sweep]\n"partition.alpha" = [0.1, 1.0]\n"train.lr" = [0.1, 0.2]\n'
+        '[small]\n"partition.alpha" = 5.0\nrounds = 1\n'
+    )
+    mine = tmp_path / "mine.toml"
+    mine.write_text('extends = "base.toml"\n[partition]\nkind = "iid"\n')
+    chosen = Experiment.load(mine)
+    assert chosen.partition.options() == {}
+    assert chosen.sweep == {"train.lr": [0.1, 0.2]}
+    small = Experiment.load(mine, ["scale=small"])
+    assert (small.partition.options(), small.rounds) == ({}, 1)
+
+
+def test_methods_of_ones_own_are_those_of_the_small_scale_too(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text('extends = "brfl"\n[[method]]\nname = "scaffold"\n')
+    assert [m.name for m in Experiment.load(mine, ["scale=small"]).method] == ["scaffold"]
+    assert Experiment.load(mine, ["scale=small"]).rounds == Experiment.load("brfl", ["scale=small"]).rounds
+
+
+def test_extends_is_for_files() -> None:
+    with pytest.raises(UserError, match="belongs into a file"):
+        Experiment.load("brfl", ["extends=brfl"])

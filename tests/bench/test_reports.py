@@ -13,7 +13,7 @@ from PIL import Image
 
 from fedshift import Experiment, UserError
 from fedshift.bench.metrics import mean_over, summarise
-from fedshift.bench.pictures import density_picture, result_picture
+from fedshift.bench.pictures import density_picture, map_picture, option_map, result_picture
 from fedshift.bench.results import Result, Row, collect, find_runs
 from fedshift.bench.runner import Served, _row, _telemetry
 from fedshift.bench.setup import make_task
@@ -55,7 +55,7 @@ def test_published_numbers_are_stored_and_shown(tmp_path: Path) -> None:
         "global/out-of-client/clients": None,
     }
     (cell,), (other,) = cells(result, "original"), cells(result, "corrupted")
-    assert cell == f"{result.accuracy('fedavg', rule='last'):.1f} [dim](89.6)[/]"
+    assert cell == f"{result.accuracy('fedavg', rule='last'):.1f} [dim](89.58)[/]"
     assert "(" not in other
     heads = [str(column.header) for column in result.table("last").columns]
     assert "original\nAVG (paper)" in heads
@@ -114,7 +114,7 @@ def test_the_mean_over_streams_is_a_metric_of_its_own(tmp_path: Path) -> None:
     assert [row.paper("global/mean/clients") for row in result.rows] == [70.0, None]
     assert result.metrics()[-1] == "mean/clients"
     assert result.accuracy("fedavg", stream="mean") == result.rows[0].number("global/mean/clients")[0]  # type: ignore[index]
-    assert cells(result, "mean")[0].endswith("[dim](70.0)[/]")
+    assert cells(result, "mean")[0].endswith("[dim](70.00)[/]")
     oracle = result.rows[0].number("global/mean/clients", "oracle")
     last = result.rows[0].number("global/mean/clients", "last")
     assert oracle is not None
@@ -303,7 +303,7 @@ def test_run_and_show_print_everything(
     shown = command(monkeypatch, capsys, "show", tmp_path / "runs")
     for text in (said, shown):
         for words in (
-            "AVG (paper)", "(64.2)", "(60.0)", "fixed e, best per client (uses labels)", "What adapters tell", "mean",
+            "AVG (paper)", "(64.25)", "(60.00)", "fixed e, best per client (uses labels)", "What adapters tell", "mean",
             "- Their [bold] split differs.",
         ):  # fmt: skip
             assert words in text, words
@@ -323,3 +323,18 @@ def test_run_and_show_print_everything(
     assert "finished before" in again
     assert "split differs" not in again
     assert not (folder / "notes.txt").exists()
+
+
+def test_a_map_over_two_options(tmp_path: Path) -> None:
+    adapters = [{"name": "the", "alpha": a, "beta": b} for a in (0.1, 0.2) for b in (0.1, 0.3, 0.5)]
+    result = go(tiny(method=[{"name": "fedthe", "adapters": [*adapters, "none"]}]), tmp_path)
+    found = option_map(result)
+    assert found is not None
+    assert found[:2] == ("alpha", "beta")
+    assert len(found[2]) == 6
+    map_picture(result, tmp_path / "map.png")
+    assert (tmp_path / "map.png").stat().st_size > 1000
+    plain = go(tiny(method=[{"name": "fedthe", "adapters": adapters[:-1]}]), tmp_path)
+    assert option_map(plain) is None  # a cell is missing
+    with pytest.raises(UserError, match="every combination"):
+        map_picture(plain, tmp_path / "none.png")

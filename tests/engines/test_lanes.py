@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from fedshift.engines import lanes
 from fedshift.engines.lanes import LONGEST, Lane, evaluate_lanes, suited
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
-from fedshift.engines.work import Compute, Score
+from fedshift.engines.work import Compute, Density, Score
 from fedshift.methods.fedavg import FedAvg
 from tests.conftest import tiny_arch, tiny_train
 
@@ -240,3 +241,20 @@ def test_lanes_leave_deployed_models_and_images_alone(case: str) -> None:
             assert all(torch.equal(deployed[client][slot][entry], leaf) for entry, leaf in leaves.items())
     assert torch.equal(images, task.images)
     assert Vmapped(DOUBLE).evaluate(adapter, deployed, task, ["plain"], seed=3) == first
+
+
+def test_streams_on_the_same_images_keep_their_own_labels_and_ids() -> None:
+    task = ragged({"a": Setting("stored"), "b": Setting("stored")})
+    first = task.streams["a"]
+    other = replace(first, name="b", labels=(first.labels + 1) % CLASSES, ids=first.ids + 1000)
+    task = replace(task, streams={"a": first, "b": other})
+    adapter, deployed = on(ARCHS["plain"], "ttt", lr=0.05, copies=4), serving(ARCHS["plain"], task)
+    reference = Sequential(DOUBLE).evaluate(adapter, deployed, task, ["a", "b"], seed=0)
+    assert reference["client-0", "a"] != reference["client-0", "b"]
+    check(reference, Vmapped(DOUBLE).evaluate(adapter, deployed, task, ["a", "b"], seed=0))
+
+
+def test_what_is_not_finite_is_left_out_of_a_density() -> None:
+    values = torch.tensor([0.25, float("nan"), float("inf"), 0.75])
+    density = Density.of(values)
+    assert (density.total, sum(density.counts)) == (1.0, 2)

@@ -35,7 +35,8 @@ class HeadEnsemble(Adapter):
     search in closed form: the same answers in chunks of any size. Weights never change.
 
     ``weighting``: ``similarity`` is the paper's s; ``em`` entropy only (s = 1), ``fa`` alignment only (s = 0), ``half``
-    s = 1/2. ``history = false`` uses h itself for h'. ``batch-size``: one shared e for each batch of this many samples.
+    s = 1/2. ``history = false`` uses h itself for h'. ``batch-size``: one shared e for each batch of this many samples
+    (a single last one joins the batch before it).
     ``e``: this weight for every sample, no search. CCT wants ``lr = 0.01``.
     """
 

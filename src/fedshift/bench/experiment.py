@@ -249,6 +249,8 @@ class Experiment(Table):
             for key, value in small.items():
                 override(table, key.split("."), value)
         for key, value in changes:
+            if key == ["extends"]:
+                raise UserError("extends belongs into a file, not on the command line")
             if isinstance(table.get("sweep"), dict):
                 table["sweep"].pop(".".join(key), None)  # what is asked for here is not swept over
             override(table, key, value)
@@ -330,7 +332,7 @@ def _entry(name: str, beside: Path | None) -> Traversable | None:
 
 def _hint(name: str) -> str:
     close = difflib.get_close_matches(name, presets(), 1)
-    return f"did you mean {close[0]!r}?" if close else f"presets are: {', '.join(presets())}"
+    return f"did you mean {close[0]!r}?" if close else "fedshift list presets shows what there is"
 
 
 def _parsed(name: str, entry: Traversable) -> dict[str, Any]:
@@ -350,7 +352,8 @@ def merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """A table on top of the one it extends: tables merge, everything else, lists too, is replaced.
 
     An empty table empties the base's. ``[model]`` and ``[partition]`` start anew under another name or kind, whose options
-    are others. What is swept in the base and set here is not swept any more.
+    are others. What is swept in the base and set here is not swept any more, and methods or streams of one's own are not
+    replaced by the base's ``[small]`` ones.
 
     >>> merged({"train": {"lr": 0.1, "momentum": 0.9}, "seeds": [0, 1]}, {"train": {"lr": 0.5}, "seeds": [3]})
     {'train': {'lr': 0.5, 'momentum': 0.9}, 'seeds': [3]}
@@ -366,6 +369,11 @@ def merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         before, after = (_setting(side, [key, word]) for side in (base, own))
         if after not in (None, before):
             table.pop(key, None)
+            for part in ("sweep", "small"):
+                if isinstance(table.get(part), dict):
+                    table[part] = {name: v for name, v in table[part].items() if not name.startswith(f"{key}.")}
+    if isinstance(table.get("small"), dict):
+        table["small"] = {name: v for name, v in table["small"].items() if not isinstance(own.get(name), list)}
     return _joined(table, own)
 
 

@@ -2,7 +2,7 @@
 
 ``config.toml`` says what it is, ``metrics.jsonl`` has a line for every round and evaluation, ``ckpt-*.safetensors`` is
 the newest state, ``best.safetensors`` the state that was best on validation, ``adapters/*.jsonl`` the scores, and
-``done`` appears last.
+``done`` appears last. ``notes.txt`` says why numbers differ from a paper's.
 """
 
 from __future__ import annotations

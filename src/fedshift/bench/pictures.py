@@ -117,7 +117,7 @@ def density_picture(result: Result, path: Path, rule: str = "best-val") -> None:
             bins = counts.shape[1]
             density = counts.sum(0) * bins / max(counts.sum(), 1)
             edges, heights = np.linspace(0, 1, bins + 1), [*density, density[-1]]
-            colour, stroke = PALETTE[order % len(PALETTE)], STROKES[order % len(STROKES)]
+            colour, stroke = PALETTE[order % len(PALETTE)], STROKES[order // len(PALETTE) % len(STROKES)]
             (lines[row],) = panel.step(edges, heights, where="post", linewidth=1.5, color=colour, linestyle=stroke)
             if len(found) == 1:
                 panel.fill_between(edges, heights, step="post", color=PALETTE[0], alpha=0.15)
@@ -133,6 +133,62 @@ def density_picture(result: Result, path: Path, rule: str = "best-val") -> None:
     across = min(3, len(panels))
     figure.legend(list(lines.values()), labels, loc="outside lower center", ncols=across, fontsize=8, frameon=False)
     _save(figure, path)
+
+
+def option_map(result: Result) -> tuple[str, str, list[Row]] | None:
+    """Two numbers that adapters of one method were tried with, in every combination, and the rows; or None."""
+    groups: dict[tuple[str, object, str], list[Row]] = {}
+    for row in result.rows:
+        scored = next(iter(row.values.values()), [{}])[0]
+        if "options" in scored:
+            groups.setdefault((row.method, row.point, scored["adapter"]), []).append(row)
+    for rows in groups.values():
+        options = [_options(row) for row in rows]
+        numbers = sorted(key for key in options[0] if all(isinstance(o.get(key), int | float) for o in options))
+        varied = [key for key in numbers if len({o[key] for o in options}) > 1]
+        sizes = [len({o[key] for o in options}) for key in varied]
+        whole = len(varied) == 2 and len({(o[varied[0]], o[varied[1]]) for o in options}) == sizes[0] * sizes[1]
+        if whole and len(rows) == sizes[0] * sizes[1]:
+            return varied[0], varied[1], rows
+    return None
+
+
+def map_picture(result: Result, path: Path, rule: str = "best-val") -> None:
+    """AVG accuracy over two options of an adapter, one panel for each stream, the best one in bold."""
+    found = option_map(result)
+    if found is None:
+        raise UserError("no two options of an adapter were tried in every combination")
+    down, across, rows = found
+    metrics = [metric for metric in result.metrics() if number_of(rows[0], metric, rule, "avg") is not None]
+    ys, xs = (sorted({_options(row)[key] for row in rows}) for key in (down, across))
+    figure, panels = _panels(len(metrics), width=0.5 + 0.55 * len(xs), height=0.8 + 0.42 * len(ys), sharey=False)
+    for panel, metric in zip(panels, metrics, strict=True):
+        values = np.full((len(ys), len(xs)), np.nan)
+        for row in rows:
+            number = number_of(row, metric, rule, "avg")
+            if number is not None:
+                values[ys.index(_options(row)[down]), xs.index(_options(row)[across])] = number[0]
+        panel.imshow(values, cmap="Blues", aspect="auto")
+        middle = (np.nanmin(values) + np.nanmax(values)) / 2
+        for (y, x), value in np.ndenumerate(values):
+            best = value == np.nanmax(values)
+            ink = "white" if value > middle else INK
+            panel.text(
+                x, y, f"{value:.1f}", ha="center", va="center", fontsize=8, color=ink, weight="bold" if best else None
+            )
+        panel.set_title(short_name(metric), color=INK, fontsize=10)
+        panel.set_xticks(range(len(xs)), map(str, xs), fontsize=8)
+        panel.set_yticks(range(len(ys)), map(str, ys), fontsize=8)
+        panel.set_xlabel(across, fontsize=8, color=SOFT)
+        panel.set_ylabel(down, fontsize=8, color=SOFT)
+        panel.tick_params(length=0, labelcolor=INK)
+    _save(figure, path)
+
+
+def _options(row: Row) -> dict[str, float]:
+    scored = next(iter(row.values.values()))[0]
+    options: dict[str, float] = scored["options"]
+    return options
 
 
 def _panels(count: int, width: float, height: float, sharey: bool) -> tuple[Figure, list[Axes]]:

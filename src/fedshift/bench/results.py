@@ -20,6 +20,7 @@ from fedshift.errors import UserError
 Point: TypeAlias = tuple[tuple[str, Any], ...]  # of a sweep
 Run: TypeAlias = tuple[int, list[Any], dict[str, float]]  # seed, scores, cost
 NOTES = "notes.txt"  # in a run folder; one a line
+MOST_COLUMNS = 4  # of streams in the table of selection rules
 RULES = ("last", "best-val", "oracle")
 RULE_TEXT = {
     "last": "the state after the last round",
@@ -148,8 +149,13 @@ class Result:
         return table
 
     def rules_table(self) -> Table:
-        """AVG under the three selection rules side by side; the oracle only where streams were scored during training."""
-        metrics = self.metrics()
+        """AVG under the three selection rules side by side; the oracle only where streams were scored during training.
+
+        Of many streams the mean is shown, or else the first few: a terminal is not wider.
+        """
+        every = self.metrics()
+        means = [metric for metric in every if metric.startswith("mean/")]
+        metrics = every if len(every) <= MOST_COLUMNS else means or every[:MOST_COLUMNS]
         known = {rule for row in self.rows for rule, _ in row.values}
         table = Table(title="The same AVG under the selection rules", title_justify="left")
         sweep = list(dict.fromkeys(key for row in self.rows for key, _ in row.point))
@@ -414,7 +420,7 @@ def _full(metric: str) -> list[str]:
 
 
 def _cell(number: tuple[float, float] | None, best: float | None, paper: float | None = None) -> str:
-    beside = "" if paper is None else f" [dim]({paper:.1f})[/]"
+    beside = "" if paper is None else f" [dim]({paper:.2f})[/]"
     if number is None:
         return f"-{beside}"
     mean, deviation = number

@@ -19,7 +19,7 @@ class FedRep(FedPer):
 
     While the head is trained the representation stands still entirely: BatchNorm keeps its running statistics. A client
     is deployed with the received representation and its head after one more head step on it (methods.md 7.3).
-    ``head_epochs`` and ``body_epochs`` default to ``[train] local-epochs``.
+    ``head-epochs`` and ``body-epochs`` default to ``[train] local-epochs``.
     """
 
     head_epochs: int | None = None

@@ -30,9 +30,10 @@ class FedRoD(Method):
     counts). Prediction is ``g + V_k h``. ``V_k`` is zero at birth, so a client starts, and a newcomer stays, at the generic
     prediction.
 
-    This is the paper's linear variant, not the hyper-network. Deployed, as FedTHE does: ``model`` predicts with the head
-    ``W + V_k``, which is the same sum, and ``generic`` is the shared head ``W``. ``[train] clip`` bounds both gradients
-    together, which is the only way in which the private head can be felt by the shared part.
+    This is the paper's linear variant, not the hyper-network. ``V_k`` was fitted while the extractor moved and is served on
+    the aggregate as it is; there is no last step on the final extractor. Deployed, as FedTHE does: ``model`` predicts with
+    the head ``W + V_k``, which is the same sum, and ``generic`` is the shared head ``W``. ``[train] clip`` bounds both
+    gradients together, which is the only way in which the private head can be felt by the shared part.
     """
 
     personal: ClassVar[bool] = True

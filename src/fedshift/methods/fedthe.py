@@ -34,8 +34,10 @@ class FedTHE(Method):
     Deployed: ``model`` predicts with the private head, ``generic`` is the global head, ``descriptors`` are both; the
     adapters ``the`` and ``the-plus`` choose between the heads for every test sample. Newcomers have the global head twice.
 
-    Deviations from the authors' code: descriptors are taken without augmentation, in inference mode, over all samples;
-    the private head has a bias if the network's head has one.
+    Deviations from the authors' code: private head and descriptor see images as they are, in inference mode, also where
+    ``[train] augment`` changes those of generic training (so features are computed once, and the descriptor is over all
+    samples); the private head has a bias if the network's head has one. Only clients that have taken part in a round give
+    their last descriptor away.
     """
 
     balanced: bool = True
