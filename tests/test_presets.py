@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fedshift.bench.experiment import PRESETS, Experiment, presets
+from fedshift.bench.experiment import Experiment
+from fedshift.bench.files import PRESETS, presets
 from fedshift.bench.runner import run
 from fedshift.bench.setup import cache_folder, make_setup, make_task, with_baselines
 from fedshift.data.sources import load
@@ -321,9 +322,12 @@ def test_brfl_is_the_whole_of_table_1() -> None:
 
 
 def test_the_ablation_has_every_row_of_tables_3_and_13() -> None:
-    rows = {adapter.title: adapter for method in Experiment.load("brfl-ablation").method for adapter in method.adapters}
+    chosen = Experiment.load("brfl-ablation")
+    rows = {adapter.title: adapter for method in chosen.method for adapter in method.adapters}
     assert sorted(int(title.split()[0]) for title in rows) == list(range(1, 17))
-    assert all(set(adapter.paper) == {*FIVE, "mean"} for adapter in rows.values())
+    settings, other = ({"partition": {"alpha": alpha}} for alpha in (0.1, 1.0))
+    assert all(set(adapter.published(settings)) == {*FIVE, "mean"} for adapter in rows.values())
+    assert not any(adapter.published(other) for adapter in rows.values())  # the table is that of Dir(0.1)
 
 
 @pytest.mark.parametrize("name", ["brfl-fixed-e", "brfl-fixed-e-models"])

@@ -78,7 +78,7 @@ def streams() -> Rows:
 def presets() -> Rows:
     """Experiments that need no file."""
     from fedshift.bench.experiment import Experiment
-    from fedshift.bench.experiment import presets as names
+    from fedshift.bench.files import presets as names
 
     loaded = [(name, Experiment.load(name)) for name in names()]
     return [{"name": name, "title": e.title, "data": e.data.needs or e.data.source} for name, e in loaded]

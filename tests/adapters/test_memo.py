@@ -177,12 +177,16 @@ def test_samples_tuned_side_by_side_are_samples_tuned_one_by_one(
     condition = torch.linspace(0, 2, 6, dtype=dtype)
     before = {name: leaf.clone() for name, leaf in tensors.items()}
     with torch.no_grad():
-        together, alone = (tuned_logits(logits, tensors, x, views, condition, stages, 0.1, t) for t in (True, False))
+        together, alone = (
+            tuned_logits(logits, tensors, x, views, condition, steps=stages, lr=0.1, together=t) for t in (True, False)
+        )
     assert far(together, alone) < tolerance
     assert together.dtype == dtype
     assert all(torch.equal(tensors[name], leaf) for name, leaf in before.items())
     for n in range(6):  # everybody starts from the same weights: nobody's neighbours matter
-        one = tuned_logits(logits, tensors, x[n : n + 1], views[n : n + 1], condition[n : n + 1], stages, 0.1, False)
+        one = tuned_logits(
+            logits, tensors, x[n : n + 1], views[n : n + 1], condition[n : n + 1], steps=stages, lr=0.1, together=False
+        )
         assert far(one, alone[n : n + 1]) < tolerance
 
 
@@ -214,7 +218,10 @@ def test_blocks_that_fit_into_memory_change_nothing(monkeypatch: pytest.MonkeyPa
             return arch(live, images).logits
 
         nothing = torch.zeros(7, dtype=torch.float64)
-        return tuned_on_views(logits, tensors, x, numbers, nothing, [arch.trainable] * 2, 0.1, True, together)
+        steps = [arch.trainable] * 2
+        return tuned_on_views(
+            logits, tensors, x, numbers, nothing, steps=steps, lr=0.1, flip=True, convolutional=not together
+        )
 
     whole = tuned(True)
     for size in (1, 3, 7, 100):
@@ -261,7 +268,14 @@ def test_the_marginal_entropy_falls_on_the_views_it_is_taken_on() -> None:
     def after(steps: int) -> float:
         answers = [
             tuned_logits(
-                logits, tree["model"], image[None], views, torch.zeros(1), [arch.trainable] * steps, 0.05, False
+                logits,
+                tree["model"],
+                image[None],
+                views,
+                torch.zeros(1),
+                steps=[arch.trainable] * steps,
+                lr=0.05,
+                together=False,
             )
             for image in views[0, 0]
         ]

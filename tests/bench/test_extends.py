@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from fedshift import Experiment, UserError
-from fedshift.bench.experiment import AdapterSpec, merged
+from fedshift.bench.experiment import AdapterSpec
+from fedshift.bench.files import merged
 
 BASE = """
 title = "A base"

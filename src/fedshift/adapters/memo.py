@@ -51,7 +51,15 @@ class Memo(Adapter):
         def logits(live: Tensors, images: Tensor, _: Tensor) -> Tensor:
             return self.forward({**state, "model": live}, images).logits
 
-        tensors, numbers, nothing = state["model"], draws["views"], x.new_zeros(len(x))
-        together = x.is_cuda or not self.arch.has_convolution
-        tuned = tuned_on_views(logits, tensors, x, numbers, nothing, self.stages(), self.lr, self.flip, together)
+        tuned = tuned_on_views(
+            logits,
+            state["model"],
+            x,
+            draws["views"],
+            x.new_zeros(len(x)),
+            steps=self.stages(),
+            lr=self.lr,
+            flip=self.flip,
+            convolutional=self.arch.has_convolution,
+        )
         return self.forward(state, x)._replace(logits=tuned), state

@@ -58,7 +58,15 @@ class TunedHeadEnsemble(HeadEnsemble):
             return torch.lerp(result.logits, generic, e)
 
         trainable = self.arch.trainable | {f"generic {name}" for name in state["generic"]}
-        steps, together = [trainable] * self.tune_steps, x.is_cuda or not self.arch.has_convolution
-        e, numbers = output.aux["e"], draws["views"]
-        tuned = tuned_on_views(logits, tensors, x, numbers, e, steps, self.tune_lr, self.flip, together)
+        tuned = tuned_on_views(
+            logits,
+            tensors,
+            x,
+            draws["views"],
+            output.aux["e"],
+            steps=[trainable] * self.tune_steps,
+            lr=self.tune_lr,
+            flip=self.flip,
+            convolutional=self.arch.has_convolution,
+        )
         return output._replace(logits=tuned), moved

@@ -23,6 +23,7 @@ def tuned_logits(
     x: Tensor,
     views: Tensor,
     condition: Tensor,
+    *,
     steps: Sequence[frozenset[str]],
     lr: float,
     together: bool,
@@ -37,7 +38,7 @@ def tuned_logits(
     >>> start = {"w": torch.tensor([[1.0, 0.0]])}
     >>> x = torch.ones(1, 1, 1, 1)
     >>> once = [frozenset({"w"})]
-    >>> after = tuned_logits(linear, start, x, x[None, None], x[:, 0, 0, 0], once, 1.0, together=False)
+    >>> after = tuned_logits(linear, start, x, x[None, None], x[:, 0, 0, 0], steps=once, lr=1.0, together=False)
     >>> after.softmax(-1).max() > linear(start, x, None).softmax(-1).max()
     tensor(True)
     """
@@ -65,20 +66,21 @@ def tuned_on_views(
     x: Tensor,
     numbers: Tensor,
     condition: Tensor,
+    *,
     steps: Sequence[frozenset[str]],
     lr: float,
     flip: bool,
-    together: bool,
+    convolutional: bool,
 ) -> Tensor:
     """:func:`tuned_logits` on AugMix views made from random numbers ``[n, steps, views, NUMBERS]``, in blocks.
 
-    As many samples are tuned together as fit into a few gigabytes.
+    As many samples are tuned together as fit into a few gigabytes; on a CPU stacked convolutions are slower than a loop.
     """
-    size = at_once(tensors, x, numbers.shape[2])
+    size, together = at_once(tensors, x, numbers.shape[2]), x.is_cuda or not convolutional
     results = []
     for images, own, e in zip(x.split(size), numbers.split(size), condition.split(size), strict=True):
         views = augmix.views(images, own.flatten(1, 2), flip=flip).unflatten(1, own.shape[1:3])
-        results.append(tuned_logits(logits, tensors, images, views, e, steps, lr, together))
+        results.append(tuned_logits(logits, tensors, images, views, e, steps=steps, lr=lr, together=together))
     return torch.cat(results)
 
 
