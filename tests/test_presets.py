@@ -35,6 +35,7 @@ POPULATIONS = {
     "attribute": (20, 0),
     **dict.fromkeys([n for n in NAMES if n.startswith("digits")], (5, 0)),
     "digits-domain": (4, 1),
+    "digits-heterogeneity": (4, 16),
     **dict.fromkeys([n for n in NAMES if n.startswith("office")], (4, 0)),
     "office-domain": (3, 1),
     "office-unseen": (3, 1),
@@ -63,6 +64,9 @@ SMALL_POPULATIONS = {
     "pacs-label-skew": (8, 0),
     "domainnet-label-skew": (12, 0),
 }
+# FedICON's tables and figures; those in the first line have all rows of a table
+TABLES = ["digits-covariate", "digits-domain", "office-covariate", "office-domain", "domainnet-covariate", "attribute"]
+FEDICON = [*TABLES, "domainnet-domain", "digits-ablation", "digits-scaling", "digits-local-epochs"]
 HUB = {
     "cifar10-train": "uoft-cs/cifar10",
     "cifar100": "uoft-cs/cifar100",
@@ -216,7 +220,7 @@ def test_every_point_of_a_sweep_is_a_task(name: str, data: Path) -> None:
     assert len({task.hash for task in tasks.values()}) == (len(tasks) if data_changes else 1)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith("brfl")])
+@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith("brfl") or n in FEDICON])
 def test_every_method_of_the_small_scale_fits(name: str, data: Path) -> None:
     experiment = Experiment.load(name, ["scale=small"])
     task = make_task(next(experiment.variants())[1], seed=0)
@@ -342,6 +346,68 @@ def test_alpha_and_beta_are_a_grid_of_one_training() -> None:
     grid = [(adapter.options()["alpha"], adapter.options()["beta"]) for adapter in method.adapters]
     assert grid == [(a, b) for a in (0.05, 0.1, 0.2) for b in (0.1, 0.2, 0.3, 0.4, 0.5)]
     assert [bool(adapter.paper) for adapter in method.adapters] == [point == (0.1, 0.3) for point in grid]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_fedicon_s_tables_have_their_rows(name: str) -> None:
+    experiment = Experiment.load(name)
+    assert [spec.name for spec in with_baselines(experiment)] == [spec.name for spec in experiment.method]
+    known = {stream.name for stream in experiment.stream}
+    numbers = [leaf for m in experiment.method for a in m.adapters for leaf in _leaves(a.paper)]
+    assert {key for key, _ in numbers} <= known
+    assert all(10 < value < 95 for _, value in numbers)
+    columns = {"original", "shifted"} if name == "attribute" else known - {"original"}
+    by_row = _published(name)
+    for point, variant in experiment.variants():
+        rows = {key[1:]: found for key, found in by_row.items() if key[0] == str(point)}
+        plain = [(label, "none") for label in ("Local", "FedAvg", "FedAvg-FT", "FedProx", "FedRep", "FedBN")]
+        normed = "FedAvg" if variant.models[0].name == "resnet18" else "FedAvg, BatchNorm"
+        adapted = [("FedAvg", "T3A"), (normed, "Tent"), (normed, "EATA"), ("FedICON", "FedICON")]
+        if name == "attribute":  # what it calls FedTHE comes from FedTHE's paper, and is FedTHE+ in one half
+            adapted.append(("two heads", "FedTHE+" if point == {"partition.alpha": 0.1} else "FedTHE"))
+        else:
+            adapted.append(("two heads", "FedTHE"))
+        for row in (*plain, *adapted):
+            # digits in fonts are not SynthDigits, so nothing was published on them
+            assert set(rows[row]) == (set() if point == {"split.unseen": "synfont"} else columns), (point, row)
+        assert {("FedICON", "none"), ("FedICON-us", "none"), ("FedICON-us", "FedICON-us")} <= set(rows)
+    assert experiment.notes
+    assert experiment.train["weights"] == "size"
+
+
+def test_fedicon_s_means_are_those_of_its_table_9() -> None:
+    rows = ["Local", "FedAvg", "FedAvg-FT", "FedICON", "FedICON-us"]
+    for name, numbers in {
+        "digits-covariate": (34.00, 55.04, 54.55, 62.23, 61.60),
+        "office-covariate": (58.07, 57.55, 60.45, 64.96, 63.79),
+    }.items():
+        found = {key[1:]: value for key, value in _published(name).items()}
+        for row, number in zip(rows, numbers, strict=True):
+            assert found[row, row if row.startswith("FedICON") else "none"] == {"corrupted": number}
+    domains = [found for (_, *row), found in _published("digits-domain").items() if row == ["FedICON", "FedICON"]]
+    assert [found.get("left-out") for found in domains] == [89.75, 30.22, 74.14, None, 36.03]
+
+
+def test_fedicon_s_ablation_has_every_variant_of_table_8() -> None:
+    experiment = Experiment.load("digits-ablation")
+    rows = {a.title: (m, a) for m in experiment.method for a in m.adapters}
+    numbers = [("no part", 34.00), ("L", 48.60), ("G", 55.04), ("T", 39.92)]
+    numbers += [("L + G", 59.39), ("G + T", 59.54), ("L + T", 49.67), ("L + G + T", 62.23)]
+    assert {title: adapter.paper for title, (_, adapter) in rows.items()} == {t: {"corrupted": v} for t, v in numbers}
+    for title, (method, adapter) in rows.items():
+        parts = set(title.split(" + "))
+        shared = method.name == "fedavg" or (method.name == "fedicon" and method.options().get("share", True))
+        assert (method.name == "fedicon", shared, adapter.name == "fedicon") == tuple(p in parts for p in "LGT")
+
+
+@pytest.mark.parametrize("scale", ["full", "small"])
+def test_digits_are_not_mirrored(scale: str) -> None:
+    for name in (n for n in FEDICON if n.startswith("digits")):
+        methods = Experiment.load(name, [f"scale={scale}"]).method
+        found = [m.options() for m in methods if m.name == "fedicon"]
+        found += [a.options() for m in methods for a in m.adapters if a.name == "fedicon"]
+        assert found, name
+        assert not any(options.get("flip", True) for options in found), name
 
 
 # ---- other layouts -----------------------------------------------------------------------------------------------------
@@ -481,6 +547,19 @@ def test_everybody_is_tested_on_the_left_out_domain(name: str, data: Path) -> No
         stream = task.streams["left-out"]
         for client in (*task.clients, target):
             assert sorted(stream.index[client.name].tolist()) == sorted(target.test.tolist())
+
+
+def test_four_clients_of_one_domain_are_tested_on_the_others(data: Path) -> None:
+    trained = []
+    for _, variant in _full("digits-heterogeneity").variants():
+        task = make_task(variant, seed=0)
+        (domain,) = {client.name.rpartition("-")[0] for client in task.clients}
+        others = [client.name.rpartition("-")[0] for client in task.unseen]
+        assert len(task.clients) == 4
+        assert sorted(others.count(other) for other in set(others)) == [4, 4, 4, 4]
+        assert domain not in others
+        trained.append(domain)
+    assert sorted(trained) == ["mnist", "mnist_m", "svhn", "synfont", "usps"]
 
 
 @pytest.mark.parametrize("name", ["office-unseen", "domainnet-unseen"])

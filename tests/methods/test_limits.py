@@ -138,7 +138,8 @@ def test_weights_by_size_and_uniform_coincide_for_equal_sizes_only() -> None:
 
 @pytest.mark.parametrize("method", list(METHODS))
 def test_no_epochs_leave_the_model_as_it_is(method: str) -> None:
-    own = {"personal_epochs": 0} if method == "fedthe" else {}  # epochs that [train] does not count
+    counted = {"fedthe": ["personal_epochs"], "fedicon": ["personal_epochs", "head_epochs"]}
+    own = dict.fromkeys(counted.get(method, []), 0)  # epochs that [train] does not count
     fed, _ = federation(method, train=replace(TRAIN, local_epochs=0), **own)
     start = fed.start()
     state, reports = run(fed)

@@ -51,6 +51,11 @@ class Job:
     folder: RunFolder
     config: Mapping[str, Any]
 
+    @property
+    def rounds(self) -> int:
+        """The experiment's rounds and those a method adds to them."""
+        return self.experiment.rounds + (self.setup.method.extra_rounds if self.experiment.rounds else 0)
+
 
 def run(
     experiment: Experiment,
@@ -88,7 +93,7 @@ def run(
             max(len(job.task.clients) for job in jobs),
         )
         _check_writable(Path(out), jobs)
-        say.plan([(job.setup.spec.title, job.seed, job.experiment.rounds) for job in jobs], chosen, str(compute.device))
+        say.plan([(job.setup.spec.title, job.seed, job.rounds) for job in jobs], chosen, str(compute.device))
         try:
             for job in jobs:
                 _train(job, worker, compute, resume, say)
@@ -184,7 +189,7 @@ def _check_unfinished(jobs: Sequence[Job], resume: bool, restart: bool) -> None:
         if not job.folder.done and job.folder.checkpoints():
             state = job.folder.checkpoints()[-1].stem.removeprefix("ckpt-")
             raise UserError(
-                f"{job.folder.path} was interrupted after round {int(state)} of {job.experiment.rounds}: add --resume to "
+                f"{job.folder.path} was interrupted after round {int(state)} of {job.rounds}: add --resume to "
                 "go on, or --restart to begin again"
             )
 
@@ -210,32 +215,34 @@ def _train(job: Job, engine: Engine, compute: Compute, resume: bool, say: Report
     folder, variant = job.folder, job.experiment
     title = f"{job.setup.spec.title} seed {job.seed}"
     if folder.done:
-        say.skip(title, variant.rounds)
+        say.skip(title, job.rounds)
         return
     federation = _federation(job, engine, compute, say)
+    own = job.rounds - variant.rounds
+    stated = f"{title} ({variant.rounds} rounds and {own} of its own)" if own else title
     if resume and folder.checkpoints():
         state, progress = folder.restore(compute.device)
-        say.begin(title, state.round, variant.rounds)
+        say.begin(stated, state.round, job.rounds)
     else:
         state, progress = federation.start(), Progress()
         folder.begin(toml_text(job.config))
-        say.begin(title, 0, variant.rounds)
+        say.begin(stated, 0, job.rounds)
         folder.checkpoint(state, progress)
     started = time.perf_counter()
     diverged: set[str] = set()  # said once; metrics.jsonl has every round
-    while state.round < variant.rounds:
+    while state.round < job.rounds:
         state, report = federation.step(state)
         folder.log(_line(state.round, report))
         progress = replace(progress, lines=progress.lines + 1)
         for name in (name for name in report.left_out if name not in diverged):
             say.note(f"{title}: client {name!r} was left out of round {state.round}, its loss or update is not finite")
         diverged |= set(report.left_out)
-        if _due(state.round, variant.evaluate.every, variant.rounds):
+        if _due(state.round, variant.evaluate.every, job.rounds):
             progress = _validate(job, federation, state, progress)
-        if _due(state.round, variant.checkpoint_every, variant.rounds):
+        if _due(state.round, variant.checkpoint_every, job.rounds):
             folder.checkpoint(state, progress)
         say.round(title, state.round, report.loss, progress.best)
-    if variant.rounds == 0:
+    if job.rounds == 0:
         progress = _validate(job, federation, state, progress)
         folder.checkpoint(state, progress)
     facts = {
@@ -244,7 +251,8 @@ def _train(job: Job, engine: Engine, compute: Compute, resume: bool, say: Report
         "python": platform.python_version(),
         "task-hash": job.task.hash,
         "seed": job.seed,
-        "rounds": variant.rounds,
+        "rounds": job.rounds,
+        "extra-rounds": own,
         "best-round": progress.best_round,
         "device": str(compute.device),
         "seconds": round(time.perf_counter() - started, 3),

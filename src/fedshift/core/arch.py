@@ -142,6 +142,8 @@ class Arch:
         returned; the given tensors are never changed.
         """
         own = {name: leaf for name, leaf in tensors.items() if name in self.encoder}
+        if len(own) < len(self.encoder):
+            raise KeyError(f"these tensors lack parts of the encoder: {sorted(self.encoder - set(tensors))[:3]}")
         refreshed: Tensors = {}
         if batch_stats:
             refreshed = {name: own[name].clone() for name in self.buffers if name in own}
@@ -156,6 +158,8 @@ class Arch:
         """The head alone: logits of features."""
         cut = len(self._head_name) + 1
         own = {name[cut:]: leaf for name, leaf in tensors.items() if name in self.head}
+        if len(own) < len(self.head):  # the module's own tensors would silently take their place
+            raise KeyError(f"these tensors have no head: {sorted(self.head - set(tensors))}")
         logits: Tensor = functional_call(self._head, own, (features,))
         return logits
 

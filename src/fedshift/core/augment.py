@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,8 +16,20 @@ from torch import Tensor
 NUMBERS = 11  # uniform numbers that one view needs
 SHIFT_NUMBERS = 3  # and one shifted image
 LUMA = (0.299, 0.587, 0.114)
-# luma and two colour axes (YIQ): turning the plane of the two changes hues and leaves brightness alone
-YIQ = ((0.299, 0.587, 0.114), (0.596, -0.274, -0.322), (0.211, -0.523, 0.312))
+
+
+def _hue_turn() -> tuple[tuple[tuple[float, float, float], ...], ...]:
+    """How a turn of the plane of two colour axes (YIQ), which leaves brightness alone, mixes red, green and blue."""
+    to = np.array([LUMA, (0.596, -0.274, -0.322), (0.211, -0.523, 0.312)])
+    parts = [np.zeros((3, 3)) for _ in range(3)]
+    parts[0][0, 0] = parts[1][1, 1] = parts[1][2, 2] = parts[2][2, 1] = 1
+    parts[2][1, 2] = -1
+    fixed, along, across = (np.linalg.inv(to) @ part @ to for part in parts)
+    rows = [zip(*(part[i].tolist() for part in (fixed, along, across)), strict=True) for i in range(3)]
+    return tuple(tuple(row) for row in rows)
+
+
+HUE = _hue_turn()  # plain numbers: nothing is copied to a device while a CUDA graph is captured
 
 
 def shifted(x: Tensor, numbers: Tensor, flip: bool = True) -> Tensor:
@@ -97,13 +110,16 @@ def _part(x: Tensor, area: Tensor, ratio: Tensor, top: Tensor, left: Tensor, mir
 def _gray(x: Tensor) -> Tensor:
     if x.shape[1] != 3:
         return x.mean(1, keepdim=True)
-    return (x * x.new_tensor(LUMA)[:, None, None]).sum(1, keepdim=True)
+    red, green, blue = x.split(1, 1)
+    gray: Tensor = LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue
+    return gray
 
 
 def _hue(x: Tensor, angle: Tensor) -> Tensor:
-    """Colours turned by an angle."""
-    to = x.new_tensor(YIQ)
-    cos, sin, one, zero = angle.cos(), angle.sin(), torch.ones_like(angle), torch.zeros_like(angle)
-    rows = [torch.stack(row, 1) for row in ((one, zero, zero), (zero, cos, -sin), (zero, sin, cos))]
-    turn = torch.linalg.inv(to) @ torch.stack(rows, 1) @ to
-    return torch.einsum("nij,njhw->nihw", turn, x).clamp(0, 1)
+    """Colours turned by an angle: ``fixed + cos(angle) along + sin(angle) across`` is the turn in red, green and blue."""
+    cos, sin = angle.cos()[:, None, None], angle.sin()[:, None, None]
+    turned = []
+    for row in HUE:
+        parts = [(fixed + cos * along + sin * across) * x[:, j] for j, (fixed, along, across) in enumerate(row)]
+        turned.append(parts[0] + parts[1] + parts[2])
+    return torch.stack(turned, 1).clamp(0, 1)

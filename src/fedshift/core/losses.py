@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -31,6 +32,24 @@ def balanced_softmax(logits: Tensor, labels: Tensor, histogram: Tensor) -> Tenso
     True
     """
     return F.cross_entropy(logits + (histogram.to(logits.dtype) + 1).log(), labels)
+
+
+def contrastive(z: Tensor, groups: Tensor, temperature: float) -> Tensor:
+    """Items of a group attract each other against all others: SupCon, and NT-Xent where a group is two views of one image.
+
+    ``-mean_i mean_p log softmax_a(z_i . z_a / temperature)_p`` with normalised z; p runs over the other items of i's group
+    and a over all other items. Every item needs at least one other in its group.
+
+    >>> import torch
+    >>> alike = torch.ones(6, 3)
+    >>> contrastive(alike, torch.tensor([0, 1, 2, 0, 1, 2]), 0.1).exp()
+    tensor(5.0000)
+    """
+    z = F.normalize(z, dim=1)
+    itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
+    log_p = (z @ z.T / temperature).masked_fill(itself, -math.inf).log_softmax(1)
+    friends = (groups[:, None] == groups) & ~itself
+    return -(torch.where(friends, log_p, 0).sum(1) / friends.sum(1)).mean()
 
 
 def marginal_entropy(logits: Tensor) -> Tensor:

@@ -144,6 +144,11 @@ class Method:
     needs: ClassVar[frozenset[str]] = frozenset()  # of the architecture: "norm", "batch-norm"
     deploys: ClassVar[frozenset[str]] = frozenset({"model"})  # slots adapters can ask for
 
+    @property
+    def extra_rounds(self) -> int:
+        """Rounds of its own after the experiment's (``now.round >= now.rounds``); they are stated with the run."""
+        return 0
+
     # ---- before anything runs -------------------------------------------------------------------------------------
     @classmethod
     def build(cls, backbone: Arch, options: Mapping[str, Any]) -> Arch:

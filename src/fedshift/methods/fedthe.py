@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,15 +9,16 @@ import torch
 from torch import Tensor
 
 from fedshift.core.checks import not_negative
+from fedshift.core.described import DescribedMethod
 from fedshift.core.losses import balanced_softmax
-from fedshift.core.method import Batch, Facts, Method, Now, Phase
+from fedshift.core.method import Batch, Facts, Now, Phase
 from fedshift.core.registry import method
-from fedshift.core.tree import Tensors, Tree, drop, pick, weighted_mean
+from fedshift.core.tree import Tensors, Tree, drop, pick
 
 
 @method("fedthe", paper="Test-Time Robust Personalization for Federated Learning", venue="ICLR", year=2023)
 @dataclass(frozen=True)
-class FedTHE(Method):
+class FedTHE(DescribedMethod):
     """Two heads: a shared one trained for balance, a private one for the client's own classes.
 
     A round, with the received extractor f, global head W_g and descriptor h_g:
@@ -47,7 +47,6 @@ class FedTHE(Method):
 
     personal: ClassVar[bool] = True
     linear: ClassVar[bool] = True
-    deploys: ClassVar[frozenset[str]] = frozenset({"model", "generic", "descriptors"})
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
@@ -68,17 +67,14 @@ class FedTHE(Method):
             inputs="features",
             batch_stats=False,
         )
-        descriptor = Phase(
-            slot="personal", name="descriptor", trainable=frozenset(), inputs="features", batch_stats=False
-        )
-        return (head, descriptor)
+        return (head, self.descriptor_phase("personal"))
 
     def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
         """The private head starts where everybody starts; a stranger has none."""
         if facts.number < 0:
             return {}
         head = pick(model, self.arch.head)
-        return {"personal": head, "descriptor": {"local": self._ones(head)}}
+        return {"personal": head, "descriptor": {"local": self.undescribed(model)}}
 
     def client_init(self, down: Tree, mine: Tree) -> Tree:
         """The private head sits on the extractor as it was received."""
@@ -93,11 +89,6 @@ class FedTHE(Method):
         output = self.outputs(tensors, batch, phase)
         return balanced_softmax(output.logits, batch["y"], state["now"]["histogram"]), output.buffers
 
-    def fold(self, state: Tree, batch: Batch, phase: Phase) -> Tree:
-        """The mean feature, batch by batch."""
-        share = batch["x"].sum(0) / state["now"]["samples"]
-        return {**state, "descriptor": {"local": state["descriptor"]["local"] + share}}
-
     def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
         """Model and descriptor go up; head and descriptor stay."""
         return {"model": state["model"], "descriptor": state["descriptor"]}, self.settle(state, down, mine)
@@ -107,39 +98,13 @@ class FedTHE(Method):
         return {"personal": pick(state["personal"], self.arch.head), "descriptor": state["descriptor"]}
 
     def publish(self, mine: Tree) -> Tree:
-        """The descriptor of the final extractor."""
-        return {"descriptor": mine["descriptor"]} if self.sync_descriptors else {}
-
-    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
-        """Before anybody has sent a descriptor it is all ones."""
-        server = super().server_init(models, clients)
-        return {**server, "descriptor": {"global": self._ones(pick(server["model"], self.arch.head))}}
-
-    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
-        """The model and the global descriptor."""
-        return {**super().broadcast(server, client, now), "descriptor": server["descriptor"]}
-
-    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
-        """FedAvg, and the uniform mean of the descriptors."""
-        return self.welcome(super().aggregate(server, ups, now, draws), ups)
-
-    def welcome(self, server: Tree, published: Mapping[str, Tree]) -> Tree:
-        """The uniform mean of the descriptors is the global one."""
-        if not published:
-            return server
-        share = torch.full((len(published),), 1 / len(published), dtype=torch.float64)
-        mean = weighted_mean([tree["descriptor"] for tree in published.values()], share)
-        return {**server, "descriptor": {"global": mean["local"]}}
+        """The descriptor of the final extractor, unless it is to stay one extractor behind."""
+        return super().publish(mine) if self.sync_descriptors else {}
 
     def deployed(self, down: Tree, mine: Tree) -> Tree:
         """Both heads and both descriptors; a stranger's own are the global ones."""
-        common = down["descriptor"]["global"]
-        own = mine.get("descriptor", {"local": common})["local"]
         return {
             "model": {**down["model"], **mine.get("personal", {})},
             "generic": pick(down["model"], self.arch.head),
-            "descriptors": {"global": common, "local": own},
+            "descriptors": self.descriptors(down, mine),
         }
-
-    def _ones(self, head: Tensors) -> Tensor:
-        return next(iter(head.values())).new_ones(self.arch.feature_size)

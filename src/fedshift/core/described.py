@@ -1,0 +1,67 @@
+"""Methods whose clients describe their data by a mean feature, for adapters that ask whose data a sample looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedshift.core.method import Batch, Method, Now, Phase
+from fedshift.core.tree import Tensors, Tree, pick, weighted_mean
+
+
+@dataclass(frozen=True)
+class DescribedMethod(Method):
+    """FedAvg, and beside it descriptors: each client's mean feature and their uniform mean.
+
+    A subclass puts :meth:`descriptor_phase` among its phases, keeps ``state["descriptor"]`` and lets it travel. At the end
+    clients publish the descriptors of the final extractor, so that the deployed ones belong to the deployed model.
+    """
+
+    deploys: ClassVar[frozenset[str]] = frozenset({"model", "generic", "descriptors"})
+
+    def descriptor_phase(self, slot: str) -> Phase:
+        """One look at the features of all training images under the extractor in a slot."""
+        return Phase(slot=slot, name="descriptor", trainable=frozenset(), inputs="features", batch_stats=False)
+
+    def fold(self, state: Tree, batch: Batch, phase: Phase) -> Tree:
+        """The mean feature, batch by batch."""
+        share = batch["x"].sum(0) / state["now"]["samples"]
+        return {**state, "descriptor": {"local": state["descriptor"]["local"] + share}}
+
+    def publish(self, mine: Tree) -> Tree:
+        """The descriptor of the final extractor."""
+        return {"descriptor": mine["descriptor"]} if "descriptor" in mine else {}
+
+    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+        """Before anybody has sent a descriptor it is all ones."""
+        server = super().server_init(models, clients)
+        return {**server, "descriptor": {"global": self.undescribed(server["model"])}}
+
+    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
+        """The global descriptor goes down with the model."""
+        return {**super().broadcast(server, client, now), "descriptor": server["descriptor"]}
+
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+        """FedAvg, and the uniform mean of the descriptors."""
+        return self.welcome(super().aggregate(server, ups, now, draws), ups)
+
+    def welcome(self, server: Tree, published: Mapping[str, Tree]) -> Tree:
+        """The uniform mean of the descriptors is the global one."""
+        own = [tree["descriptor"] for tree in published.values() if "descriptor" in tree]
+        if not own:
+            return server
+        mean = weighted_mean(own, torch.full((len(own),), 1 / len(own), dtype=torch.float64))
+        return {**server, "descriptor": {"global": mean["local"]}}
+
+    def descriptors(self, down: Tree, mine: Tree) -> Tensors:
+        """Both descriptors; one's own is the global one where there is none."""
+        common = down["descriptor"]["global"]
+        return {"global": common, "local": mine.get("descriptor", {"local": common})["local"]}
+
+    def undescribed(self, model: Tensors) -> Tensor:
+        """The descriptor of nothing yet: all ones."""
+        return next(iter(pick(model, self.arch.head).values())).new_ones(self.arch.feature_size)

@@ -1,0 +1,203 @@
+"""FedICON: learn an encoder by contrast between views, share it, and only then a head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedshift.core import augment, rng
+from fedshift.core.checks import not_negative, positive
+from fedshift.core.described import DescribedMethod
+from fedshift.core.losses import contrastive
+from fedshift.core.method import Batch, Draw, Facts, Now, Phase
+from fedshift.core.registry import method
+from fedshift.core.tree import Tensors, Tree, drop, pick
+
+PROJECTION = ("projection.0.weight", "projection.0.bias", "projection.1.weight", "projection.1.bias")
+
+
+@method(
+    "fedicon",
+    paper="Taming Heterogeneity to Deal with Test-Time Shift in Federated Learning",
+    venue="NeurIPS",
+    year=2023,
+)
+@dataclass(frozen=True)
+class FedICON(DescribedMethod):
+    """Contrastive rounds for the encoder, then head rounds on the frozen one, then a personal head.
+
+    1. In the experiment's ``rounds`` two views of every image are encoded, and images of one class attract each other
+       (SupCon; with ``supervised = false``, FedICON-us, only the two views of one image: NT-Xent). Only the encoder is
+       trained and only it travels; there is no classification loss.
+    2. ``head-rounds`` more rounds train a linear head with cross-entropy on cached features of the frozen encoder. Only the
+       head travels (the encoder once more, in a client's first such round), and the mean feature beside it.
+    3. At the end every client tunes the head for itself, ``personal-epochs`` on its own features.
+
+    ``share = false`` trains each client's encoder by contrast and its head for itself: nothing travels. ``head-rounds = 0``
+    leaves the head to step 3. The adapter ``fedicon`` goes on with the contrast at test time. Deployed: ``model`` with the
+    personal head, ``generic`` the federated head, ``descriptors``, so that FedTHE's adapters can sit on it.
+
+    The paper states no temperature, views or head schedule: 0.07, MoCo-style views (``flip = false`` for digits), ten head
+    rounds and five epochs are our choice. Weights are ``n_k / N``: its equation divides by the number of clients twice.
+    """
+
+    supervised: bool = True
+    temperature: float = 0.07
+    share: bool = True
+    head_rounds: int = 10
+    head_epochs: int = 5
+    personal_epochs: int = 5
+    head_lr: float | None = None  # default: [train] lr
+    flip: bool = True
+    projection: bool = False  # contrast behind two more layers, which are thrown away afterwards
+
+    personal: ClassVar[bool] = True
+    linear: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        positive(temperature=self.temperature)
+        not_negative(
+            head_rounds=self.head_rounds,
+            head_epochs=self.head_epochs,
+            personal_epochs=self.personal_epochs,
+            head_lr=self.head_lr,
+        )
+
+    @property
+    def extra_rounds(self) -> int:
+        """The head rounds; a client that shares nothing has no head to average."""
+        return self.head_rounds if self.share else 0
+
+    # ---- what a client does ------------------------------------------------------------------------------------------
+    def phases(self, now: Now) -> tuple[Phase, ...]:
+        """Contrast, and after the experiment's rounds the head."""
+        if now.round < now.rounds:
+            learnt = self.arch.trainable - self.arch.head
+            return (Phase(name="contrastive", trainable=learnt | self._projection_names()),)
+        return (self._head_phase("head", self.head_epochs), self.descriptor_phase("model"))
+
+    def final_phases(self) -> tuple[Phase, ...]:
+        """The personal head and the descriptor."""
+        return (self._head_phase("personal", self.personal_epochs), self.descriptor_phase("model"))
+
+    def _head_phase(self, name: str, epochs: int) -> Phase:
+        rule = self.train.optim(self.head_lr)
+        return Phase(
+            name=name, trainable=self.arch.head, epochs=epochs, optim=rule, inputs="features", batch_stats=False
+        )
+
+    def draws(self, phase: Phase) -> dict[str, Draw]:
+        """Two views of every image."""
+        return {"views": Draw("uniform", (2, augment.NUMBERS))} if phase.name == "contrastive" else {}
+
+    def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
+        """The contrast between views, or the cross-entropy of the head."""
+        if phase.name != "contrastive":
+            return super().loss(state, tensors, batch, phase)
+        views = [augment.contrastive_views(batch["x"], numbers, self.flip) for numbers in batch["views"].unbind(1)]
+        z, _, buffers = self.arch.encode(tensors, torch.cat(views), phase.batch_stats)
+        if self.projection:
+            inner, inner_bias, outer, outer_bias = (tensors[name] for name in PROJECTION)
+            z = F.linear(F.linear(z, inner, inner_bias).relu(), outer, outer_bias)
+        own = torch.arange(len(batch["x"]), device=z.device)
+        groups = batch["y"] if self.supervised else own
+        return contrastive(z, groups.repeat(2), self.temperature), buffers
+
+    # ---- who has what ------------------------------------------------------------------------------------------------
+    def private(self, now: Now) -> frozenset[str]:
+        """The head stays at home during the contrastive rounds; without sharing everything does."""
+        if not self.share:
+            return self.arch.encoder | self.arch.head | self._projection_names()
+        return self.arch.head if now.round < now.rounds and not now.final else frozenset()
+
+    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+        """A head that waits for its rounds; without sharing, everything."""
+        if not self.share:
+            return super().birth({**model, **self._fresh_projection(model)}, facts, now)
+        return {"personal": pick(model, self.arch.head)} if facts.number >= 0 else {}
+
+    def client_init(self, down: Tree, mine: Tree) -> Tree:
+        """What does not come down is at home."""
+        model = {**self._at_home(mine), **down["model"]}
+        return {"model": model, "descriptor": {"local": torch.zeros_like(self.undescribed(model))}}
+
+    def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
+        """What came down and was trained goes up: the encoder, then the head with the mean feature."""
+        if not self.share:
+            return {}, {"model": pick(state["model"], mine["model"])}
+        if not self.arch.head <= set(down["model"]):  # a contrastive round
+            return {"model": pick(state["model"], down["model"])}, mine
+        head = pick(state["model"], self.arch.head)
+        kept = {"personal": head, "encoder": drop(state["model"], self.arch.head)}
+        return {"model": head, "descriptor": state["descriptor"]}, kept
+
+    def settle(self, state: Tree, down: Tree, mine: Tree) -> Tree:
+        """The personal head and the descriptor."""
+        return {**mine, "personal": pick(state["model"], self.arch.head), "descriptor": state["descriptor"]}
+
+    def publish(self, mine: Tree) -> Tree:
+        """The descriptor of the final encoder."""
+        return super().publish(mine) if self.share else {}
+
+    # ---- the server --------------------------------------------------------------------------------------------------
+    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+        """Nobody holds the frozen encoder yet."""
+        server = super().server_init(models, clients)
+        server = {**server, "model": {**server["model"], **self._fresh_projection(server["model"])}}
+        return {**server, "holds": {client: torch.tensor(False) for client in clients}}
+
+    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
+        """The encoder alone, later the head alone, with the encoder for those who do not have the frozen one yet."""
+        down = super().broadcast(server, client, now)
+        if not self.share or (now.round < now.rounds and not now.final):
+            return {"model": down["model"]}
+        model = drop(down["model"], PROJECTION)
+        holds = client is not None and bool(server["holds"].get(client, False))
+        return {**down, "model": pick(model, self.arch.head) if holds else model}
+
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+        """FedAvg of what went up; whoever took part in a head round holds the encoder."""
+        if not self.share:
+            return server
+        merged = super().aggregate(server, ups, now, draws)
+        came = {client: torch.tensor(True) for client, up in ups.items() if "descriptor" in up}
+        return {**merged, "holds": {**server["holds"], **came}}
+
+    def deployed(self, down: Tree, mine: Tree) -> Tree:
+        """The encoder under the personal head, the federated head, both descriptors."""
+        whole = drop({**self._at_home(mine), **down["model"]}, PROJECTION)
+        model = {**whole, **mine.get("personal", {})}
+        if not self.arch.head <= set(model):  # nothing for a stranger
+            return {"model": model, "generic": {}, "descriptors": {}}
+        shared = {"descriptor": {"global": self._own_descriptor(model, mine)}, **down}
+        return {
+            "model": model,
+            "generic": pick(whole if self.share else model, self.arch.head),
+            "descriptors": self.descriptors(shared, mine),
+        }
+
+    def _at_home(self, mine: Tree) -> Tensors:
+        """What a client has of a model without being sent anything."""
+        return {**mine.get("model", {}), **mine.get("encoder", {}), **mine.get("personal", {})}
+
+    def _own_descriptor(self, model: Tensors, mine: Tree) -> Tensor:
+        return mine["descriptor"]["local"] if "descriptor" in mine else self.undescribed(model)
+
+    # ---- the projection ----------------------------------------------------------------------------------------------
+    def _projection_names(self) -> frozenset[str]:
+        return frozenset(PROJECTION) if self.projection else frozenset()
+
+    def _fresh_projection(self, model: Tensors) -> Tensors:
+        """Two square layers, drawn as torch draws linear ones."""
+        if not self.projection:
+            return {}
+        size = self.arch.feature_size
+        like, rows = next(iter(pick(model, self.arch.head).values())), torch.arange(size)
+        drawn = [rng.uniform(rng.seed_of(name), rows, (size,) if "weight" in name else ()) for name in PROJECTION]
+        return {name: ((2 * u - 1) / size**0.5).to(like) for name, u in zip(PROJECTION, drawn, strict=True)}
