@@ -361,7 +361,7 @@ def test_fedicon_s_tables_have_their_rows(name: str) -> None:
     for point, variant in experiment.variants():
         rows = {key[1:]: found for key, found in by_row.items() if key[0] == str(point)}
         plain = [(label, "none") for label in ("Local", "FedAvg", "FedAvg-FT", "FedProx", "FedRep", "FedBN")]
-        normed = "FedAvg" if variant.models[0].name == "resnet18" else "FedAvg, BatchNorm"
+        normed = "FedAvg" if variant.models[0].name == "resnet18" else "FedAvg with BatchNorm"
         adapted = [("FedAvg", "T3A"), (normed, "Tent"), (normed, "EATA"), ("FedICON", "FedICON")]
         if name == "attribute":  # what it calls FedTHE comes from FedTHE's paper, and is FedTHE+ in one half
             adapted.append(("two heads", "FedTHE+" if point == {"partition.alpha": 0.1} else "FedTHE"))
