@@ -639,4 +639,4 @@ def test_no_adapter_writes_to_what_it_is_given(name: str, kind: str) -> None:
 
 def test_every_adapter_is_either_episodic_or_known_to_move() -> None:
     """A new adapter must say what it does to the weights."""
-    assert set(ADAPTERS) - set(EPISODIC) == {"bn", "eata", "tent", "ttt"}
+    assert set(ADAPTERS) - set(EPISODIC) == {"bn", "eata", "fedicon", "tent", "ttt"}
