@@ -110,7 +110,8 @@ def show(
     format: Format = "table",
 ) -> None:
     """Print the results of finished runs again."""
-    from fedshift.bench.results import collect, find_runs, to_json
+    from fedshift.bench.collect import collect, find_runs
+    from fedshift.bench.results import to_json
 
     result = collect(find_runs(path))
     if _wants_json(format):

@@ -364,7 +364,8 @@ def test_settings_that_cannot_be_meant_are_refused(options: dict[str, Any]) -> N
 
 
 def test_a_mode_nobody_knows_is_refused() -> None:
-    refusal(ADAPTERS, "adapter", "fedicon", {"mode": "sideways"}, arch=network("mlp")[0], forward=None)
+    sentence = refusal(ADAPTERS, "adapter", "fedicon", {"mode": "sideways"}, arch=network("mlp")[0], forward=None)
+    assert sentence.startswith("adapter 'fedicon': mode = 'sideways' is not valid")
 
 
 # ---- what it is for -----------------------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ import pytest
 from PIL import Image
 
 from fedshift import Experiment, UserError
+from fedshift.bench.collect import collect, find_runs
 from fedshift.bench.metrics import mean_over, summarise
 from fedshift.bench.pictures import density_picture, map_picture, option_map, result_picture
-from fedshift.bench.results import Result, Row, collect, find_runs
-from fedshift.bench.runner import Served, _row, _telemetry
+from fedshift.bench.results import Result, Row
+from fedshift.bench.scoring import Served, _row, _telemetry
 from fedshift.bench.setup import make_task
 from fedshift.engines.work import Density, Score
 from tests.bench.test_runner import POOL, command, go, lines, refuse, tiny

@@ -19,6 +19,7 @@ from fedshift.bench.experiment import AdapterSpec, MethodSpec
 from fedshift.bench.federation import Federation, RoundReport, State
 from fedshift.bench.folder import RunFolder
 from fedshift.bench.setup import Setup
+from fedshift.core import projection
 from fedshift.core.arch import Arch
 from fedshift.core.augment import contrastive_views
 from fedshift.core.grad import gradient
@@ -681,3 +682,23 @@ def test_training_settings_hold_in_both_stages() -> None:
         assert decay == {0.5 ** min(number, ROUNDS - 1)}  # rates stay where the experiment's rounds left them
         counted = [len(of_client(steps, client)) for client in SIZED.clients]
         assert counted == ([4, 8, 12] if number < ROUNDS else [2, 3, 3])
+
+
+# ---- the projection -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("share", [True, False])
+def test_a_projection_is_trained_with_the_encoder_and_thrown_away(share: bool) -> None:
+    fed, _ = fedicon(projection=True, share=share)
+    start, method = fed.start(), fed.setup.method
+    state, _ = run(fed, 1)
+    place = state.server["model"] if share else state.mines["a"]["model"]
+    assert all(float((place[name] - start.server["model"][name]).abs().max()) > 0 for name in projection.NAMES)
+    state, _ = whole(fed)
+    assert all(set(tree["model"]) == ENCODER | HEAD for tree in fed.deployed(state).values())
+    late = method.broadcast(state.server, "a", Now(ROUNDS, ROUNDS, 3))
+    assert not set(late["model"]) & set(projection.NAMES)
+
+
+def test_projections_of_other_starts_differ() -> None:
+    first, again, other = (projection.fresh(AWKWARD.init(seed)["out.weight"], 4) for seed in (0, 0, 1))
+    assert equal(first, again)
+    assert all(not torch.equal(first[name], other[name]) for name in projection.NAMES)

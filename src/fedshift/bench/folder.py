@@ -22,6 +22,7 @@ import torch
 from fedshift.bench.federation import State
 from fedshift.core.tree import load, save
 
+NOTES = "notes.txt"  # one a line
 CHECKPOINT = "ckpt-{:06d}.safetensors"
 
 

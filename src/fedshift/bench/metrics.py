@@ -83,3 +83,14 @@ def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
     if len(values) == 1:
         return mean, 0.0
     return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
+
+
+def metric_parts(metric: str) -> tuple[str, str, str]:
+    """Model, test set and population of a metric.
+
+    >>> metric_parts("global/original/clients")
+    ('global', 'original', 'clients')
+    """
+    model, _, rest = metric.partition("/")
+    stream, _, population = rest.rpartition("/")
+    return model, stream, population

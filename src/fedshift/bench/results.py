@@ -1,25 +1,19 @@
-"""Results read back from run folders: rows over seeds, as tables and plain numbers."""
+"""Results: rows over seeds, as tables and plain numbers."""
 
 from __future__ import annotations
 
 import json
-import math
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from rich.table import Table
 
-from fedshift.bench.folder import RunFolder
-from fedshift.bench.metrics import mean_and_std, mean_over, summarise
-from fedshift.engines.work import Score
+from fedshift.bench.metrics import mean_and_std
 from fedshift.errors import UserError
 
 Point: TypeAlias = tuple[tuple[str, Any], ...]  # of a sweep
-Run: TypeAlias = tuple[int, list[Any], dict[str, float]]  # seed, scores, cost
-NOTES = "notes.txt"  # in a run folder; one a line
 MOST_COLUMNS = 4  # of streams in the table of selection rules
 RULES = ("last", "best-val", "oracle")
 RULE_TEXT = {
@@ -200,204 +194,6 @@ class Result:
         plain = [row for row in self.rows if not row.bound]
         found = [number[0] for row in plain if (number := number_of(row, metric, rule, part)) is not None]
         return max(found) if len(found) > 1 else None
-
-
-def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
-    """Rows of all these run folders, grouped over seeds: runs whose settings differ in nothing else.
-
-    A mapping says which adapters of each folder are wanted, and in which order; otherwise all there are, ``none`` first.
-    """
-    wanted = dict(paths) if isinstance(paths, Mapping) else {}
-    folders = list(paths)
-    configs = {path: _config(path) for path in folders}
-    points = _points(configs)
-    grouped: dict[tuple[str, str, Point, bool], list[Run]] = {}
-    for path, config in configs.items():
-        folder = RunFolder(path)
-        lines = folder.lines()
-        scores = folder.scores()
-        families: dict[str, list[list[dict[str, Any]]]] = {}
-        for adapter in wanted.get(path) or sorted(scores, key=lambda name: (name != "none", name)):
-            rows = scores[adapter]
-            whole = [*rows, *(_oracle(lines, rows) if adapter == "none" else [])]
-            run = (config["seed"], whole, _cost(lines))
-            grouped.setdefault((_title(config), adapter, points[path], False), []).append(run)
-            families.setdefault(rows[0].get("family", "") if rows else "", []).append(rows)
-        for family, members in families.items():
-            if family and len(members) > 1:
-                run = (config["seed"], _bound(members), _cost(lines))
-                key = (_title(config), f"{family}, best per client (uses labels)", points[path], True)
-                grouped.setdefault(key, []).append(run)
-    notes = dict.fromkeys(note for path in folders for note in _notes(path))
-    return Result(tuple(_row(*key, runs) for key, runs in grouped.items()), tuple(folders), tuple(notes))
-
-
-def _row(method: str, adapter: str, point: Point, bound: bool, runs: Sequence[Run]) -> Row:
-    keys = list(dict.fromkeys((row["selection"], row["metric"]) for _, rows, _ in runs for row in rows))
-    by_key = {key: [r for _, rows, _ in runs for r in rows if (r["selection"], r["metric"]) == key] for key in keys}
-    complete = {key: found for key, found in by_key.items() if len(found) == len(runs)}
-    cost = {name: mean_and_std([c[name] for _, _, c in runs])[0] for name in runs[0][2]}
-    return Row(method, adapter, point, tuple(seed for seed, _, _ in runs), complete, cost, bound)
-
-
-def _bound(members: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Scores as if every client had known, on every stream, which adapter of a family suits it best."""
-    keyed = [{(row["selection"], row["metric"]): row for row in rows} for rows in members]
-    made: dict[tuple[str, str], dict[str, Any]] = {}
-    for key, first in keyed[0].items():
-        rows = [by_key[key] for by_key in keyed if key in by_key]
-        if len(rows) < len(members):
-            continue
-        same = {"selection": key[0], "metric": key[1], "round": first["round"]}
-        if "of" in first:
-            columns = [made[key[0], name] for name in _parts_of(first) if (key[0], name) in made]
-            if len(columns) == len(first["of"]):
-                made[key] = {**same, **mean_over(columns), "of": first["of"]}
-            continue
-        chosen = {
-            client: max((row["by-client"][client] for row in rows if client in row["by-client"]), key=_rank)
-            for client in first["by-client"]
-        }
-        scores = {
-            name: Score(n, right, math.nan if loss is None else loss) for name, (n, right, loss) in chosen.items()
-        }
-        made[key] = {**same, **_finite(summarise(scores).as_dict()), "by-client": chosen}
-    return list(made.values())
-
-
-def _parts_of(mean: Mapping[str, Any]) -> list[str]:
-    """The metrics a mean over streams is of."""
-    model, _, population = metric_parts(mean["metric"])
-    return [f"{model}/{stream}/{population}" for stream in mean["of"]]
-
-
-def _rank(counts: Sequence[Any]) -> tuple[float, float]:
-    """By right answers, then by loss."""
-    _, right, loss = counts
-    return right, -math.inf if loss is None else -loss
-
-
-def _finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
-    return {key: value if math.isfinite(value) else None for key, value in numbers.items()}
-
-
-def _notes(path: Path) -> list[str]:
-    try:
-        return (path / NOTES).read_text().splitlines()
-    except FileNotFoundError:
-        return []
-
-
-def metric_parts(metric: str) -> tuple[str, str, str]:
-    """Model, test set and population of a metric.
-
-    >>> metric_parts("global/original/clients")
-    ('global', 'original', 'clients')
-    """
-    model, _, rest = metric.partition("/")
-    stream, _, population = rest.rpartition("/")
-    return model, stream, population
-
-
-def _title(config: Mapping[str, Any]) -> str:
-    title: str = config["method"].get("label") or config["method"]["name"]
-    return title
-
-
-def _points(configs: Mapping[Path, Mapping[str, Any]]) -> dict[Path, Point]:
-    """What tells runs of one method apart: the sweep's values, and any other setting that differs between them."""
-    swept = {path: dict(config.get("sweep-point") or {}) for path, config in configs.items()}
-    flat = {path: _flat(config) for path, config in configs.items()}
-    extra: dict[Path, dict[str, Any]] = {path: {} for path in configs}
-    for title in dict.fromkeys(_title(config) for config in configs.values()):
-        members = [path for path, config in configs.items() if _title(config) == title]
-        known = {key for path in members for key in swept[path]}
-        for key in dict.fromkeys(key for path in members for key in flat[path]):
-            values = [flat[path].get(key) for path in members]
-            if key not in known and any(value != values[0] for value in values):
-                for path in members:
-                    extra[path][key] = flat[path].get(key)
-    # a swept key explains what differs in the table it sets; whatever else differs is shown too
-    shown = {
-        path: {**swept[path], **{k: v for k, v in extra[path].items() if _table(k) not in map(_table, swept[path])}}
-        for path in configs
-    }
-    return {path: tuple((key, _plain(value)) for key, value in point.items()) for path, point in shown.items()}
-
-
-def _table(key: str) -> str:
-    return key.partition(".")[0]
-
-
-def _plain(value: Any) -> Any:
-    """A value that can be a key."""
-    if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
-        return tuple(value)
-    return json.dumps(value) if isinstance(value, list | dict) else value
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys; what a seed decides is left out."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if not prefix and key in ("seed", "task-hash", "networks", "sweep-point", "code"):
-            continue
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def find_runs(path: Path) -> list[Path]:
-    """The finished runs in a folder: a run itself, or any folder above some."""
-    if not path.exists():
-        raise UserError(f"there is no folder {path}")
-    found = sorted(done.parent for done in path.rglob("done"))
-    if not found:
-        unfinished = next(path.rglob("metrics.jsonl"), None)
-        hint = "; there is an unfinished one, go on with fedshift run ... --resume" if unfinished else ""
-        raise UserError(f"{path} holds no finished run{hint}")
-    return sorted(found, key=lambda run: (run / "config.toml").stat().st_mtime)
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads((path / "config.toml").read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path} is not a run folder ({error})") from None
-
-
-def _oracle(lines: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The best test score of any evaluated round, if test streams were scored during training."""
-    means = {row["metric"]: _parts_of(row) for row in rows if "of" in row}
-    best: dict[str, Mapping[str, Any]] = {}
-    for line in lines:
-        scored = {metric: value for metric, value in line.items() if isinstance(value, dict)}
-        scored |= {
-            metric: mean_over([scored[part] for part in parts])
-            for metric, parts in means.items()
-            if all(part in scored for part in parts)
-        }
-        for metric, numbers in scored.items():
-            if "/val/" in metric:
-                continue
-            if numbers["avg"] is None:
-                continue
-            if metric not in best or numbers["avg"] > best[metric]["avg"]:
-                best[metric] = {**numbers, "round": line["round"]}
-    return [{"selection": "oracle", "metric": metric, **numbers} for metric, numbers in best.items()]
-
-
-def _cost(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Means per round and client, from what really travelled."""
-    rounds = [line for line in lines if "bytes-up" in line]
-    clients = sum(line["participants"] for line in rounds) or 1
-    return {
-        "bytes-up": sum(line["bytes-up"] for line in rounds) / clients,
-        "bytes-down": sum(line["bytes-down"] for line in rounds) / clients,
-        "seconds-per-round": sum(line["seconds"] for line in rounds) / (len(rounds) or 1),
-    }
 
 
 def _text(value: Any) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from fedshift.core import augment
 from fedshift.core.arch import Arch, Output
 from fedshift.core.grad import gradient
+from fedshift.core.losses import balanced_softmax
 from fedshift.core.optim import OPTIMISERS, Optim, clip_by_norm
 from fedshift.core.tree import Tensors, Tree, drop, pick, weighted_mean
 from fedshift.errors import UserError
@@ -306,6 +307,11 @@ class Method:
         return self.train.augment != "none" and phase.trainable != frozenset() and phase.inputs == "x"
 
     # ---- not hooks ----------------------------------------------------------------------------------------------------
+    def balanced_loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
+        """:meth:`loss` with balanced softmax on the client's own class counts instead of cross-entropy."""
+        output = self.outputs(tensors, batch, phase)
+        return balanced_softmax(output.logits, batch["y"], state["now"]["histogram"]), output.buffers
+
     def trainable(self, phase: Phase) -> frozenset[str]:
         """The names a phase trains."""
         return self.arch.trainable if phase.trainable is None else phase.trainable

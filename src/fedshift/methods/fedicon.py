@@ -7,18 +7,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fedshift.core import augment, rng
+from fedshift.core import augment, projection
 from fedshift.core.checks import not_negative, positive
 from fedshift.core.described import DescribedMethod
 from fedshift.core.losses import contrastive
 from fedshift.core.method import Batch, Draw, Facts, Now, Phase
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, drop, pick
-
-PROJECTION = ("projection.0.weight", "projection.0.bias", "projection.1.weight", "projection.1.bias")
 
 
 @method(
@@ -78,19 +75,14 @@ class FedICON(DescribedMethod):
     def phases(self, now: Now) -> tuple[Phase, ...]:
         """Contrast, and after the experiment's rounds the head."""
         if now.round < now.rounds:
-            learnt = self.arch.trainable - self.arch.head
-            return (Phase(name="contrastive", trainable=learnt | self._projection_names()),)
-        return (self._head_phase("head", self.head_epochs), self.descriptor_phase("model"))
+            beyond = frozenset(projection.NAMES if self.projection else ())
+            return (Phase(name="contrastive", trainable=(self.arch.trainable - self.arch.head) | beyond),)
+        return (self.head_phase("model", "head", self.head_epochs, self.head_lr), self.descriptor_phase("model"))
 
     def final_phases(self) -> tuple[Phase, ...]:
         """The personal head and the descriptor."""
-        return (self._head_phase("personal", self.personal_epochs), self.descriptor_phase("model"))
-
-    def _head_phase(self, name: str, epochs: int) -> Phase:
-        rule = self.train.optim(self.head_lr)
-        return Phase(
-            name=name, trainable=self.arch.head, epochs=epochs, optim=rule, inputs="features", batch_stats=False
-        )
+        personal = self.head_phase("model", "personal", self.personal_epochs, self.head_lr)
+        return (personal, self.descriptor_phase("model"))
 
     def draws(self, phase: Phase) -> dict[str, Draw]:
         """Two views of every image."""
@@ -103,8 +95,7 @@ class FedICON(DescribedMethod):
         views = [augment.contrastive_views(batch["x"], numbers, self.flip) for numbers in batch["views"].unbind(1)]
         z, _, buffers = self.arch.encode(tensors, torch.cat(views), phase.batch_stats)
         if self.projection:
-            inner, inner_bias, outer, outer_bias = (tensors[name] for name in PROJECTION)
-            z = F.linear(F.linear(z, inner, inner_bias).relu(), outer, outer_bias)
+            z = projection.projected(tensors, z)
         own = torch.arange(len(batch["x"]), device=z.device)
         groups = batch["y"] if self.supervised else own
         return contrastive(z, groups.repeat(2), self.temperature), buffers
@@ -113,13 +104,13 @@ class FedICON(DescribedMethod):
     def private(self, now: Now) -> frozenset[str]:
         """The head stays at home during the contrastive rounds; without sharing everything does."""
         if not self.share:
-            return self.arch.encoder | self.arch.head | self._projection_names()
+            return self.arch.encoder | self.arch.head | set(projection.NAMES)
         return self.arch.head if now.round < now.rounds and not now.final else frozenset()
 
     def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
         """A head that waits for its rounds; without sharing, everything."""
         if not self.share:
-            return super().birth({**model, **self._fresh_projection(model)}, facts, now)
+            return super().birth({**model, **self._projection(model)}, facts, now)
         return {"personal": pick(model, self.arch.head)} if facts.number >= 0 else {}
 
     def client_init(self, down: Tree, mine: Tree) -> Tree:
@@ -149,7 +140,7 @@ class FedICON(DescribedMethod):
     def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
         """Nobody holds the frozen encoder yet."""
         server = super().server_init(models, clients)
-        server = {**server, "model": {**server["model"], **self._fresh_projection(server["model"])}}
+        server = {**server, "model": {**server["model"], **self._projection(server["model"])}}
         return {**server, "holds": {client: torch.tensor(False) for client in clients}}
 
     def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
@@ -157,7 +148,7 @@ class FedICON(DescribedMethod):
         down = super().broadcast(server, client, now)
         if not self.share or (now.round < now.rounds and not now.final):
             return {"model": down["model"]}
-        model = drop(down["model"], PROJECTION)
+        model = drop(down["model"], projection.NAMES)
         holds = client is not None and bool(server["holds"].get(client, False))
         return {**down, "model": pick(model, self.arch.head) if holds else model}
 
@@ -171,7 +162,7 @@ class FedICON(DescribedMethod):
 
     def deployed(self, down: Tree, mine: Tree) -> Tree:
         """The encoder under the personal head, the federated head, both descriptors."""
-        whole = drop({**self._at_home(mine), **down["model"]}, PROJECTION)
+        whole = drop({**self._at_home(mine), **down["model"]}, projection.NAMES)
         model = {**whole, **mine.get("personal", {})}
         if not self.arch.head <= set(model):  # nothing for a stranger
             return {"model": model, "generic": {}, "descriptors": {}}
@@ -189,15 +180,7 @@ class FedICON(DescribedMethod):
     def _own_descriptor(self, model: Tensors, mine: Tree) -> Tensor:
         return mine["descriptor"]["local"] if "descriptor" in mine else self.undescribed(model)
 
-    # ---- the projection ----------------------------------------------------------------------------------------------
-    def _projection_names(self) -> frozenset[str]:
-        return frozenset(PROJECTION) if self.projection else frozenset()
-
-    def _fresh_projection(self, model: Tensors) -> Tensors:
-        """Two square layers, drawn as torch draws linear ones."""
-        if not self.projection:
-            return {}
-        size = self.arch.feature_size
-        like, rows = next(iter(pick(model, self.arch.head).values())), torch.arange(size)
-        drawn = [rng.uniform(rng.seed_of(name), rows, (size,) if "weight" in name else ()) for name in PROJECTION]
-        return {name: ((2 * u - 1) / size**0.5).to(like) for name, u in zip(PROJECTION, drawn, strict=True)}
+    def _projection(self, model: Tensors) -> Tensors:
+        """A projection to start with, where there is to be one."""
+        head = next(iter(pick(model, self.arch.head).values()))
+        return projection.fresh(head, self.arch.feature_size) if self.projection else {}

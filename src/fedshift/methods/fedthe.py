@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fedshift.core.checks import not_negative
 from fedshift.core.described import DescribedMethod
-from fedshift.core.losses import balanced_softmax
 from fedshift.core.method import Batch, Facts, Now, Phase
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, drop, pick
@@ -58,15 +57,7 @@ class FedTHE(DescribedMethod):
 
     def final_phases(self) -> tuple[Phase, ...]:
         """The private head and the descriptor on the received extractor, whose features are computed once."""
-        head = Phase(
-            slot="personal",
-            name="personal",
-            trainable=self.arch.head,
-            epochs=self.personal_epochs,
-            optim=self.train.optim(self.personal_lr),
-            inputs="features",
-            batch_stats=False,
-        )
+        head = self.head_phase("personal", "personal", self.personal_epochs, self.personal_lr)
         return (head, self.descriptor_phase("personal"))
 
     def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
@@ -86,8 +77,7 @@ class FedTHE(DescribedMethod):
         """BalancedSoftmax for the model that is shared, plain cross-entropy for the private head."""
         if phase.slot == "personal" or not self.balanced:
             return super().loss(state, tensors, batch, phase)
-        output = self.outputs(tensors, batch, phase)
-        return balanced_softmax(output.logits, batch["y"], state["now"]["histogram"]), output.buffers
+        return self.balanced_loss(state, tensors, batch, phase)
 
     def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
         """Model and descriptor go up; head and descriptor stay."""

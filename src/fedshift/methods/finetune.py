@@ -8,7 +8,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedshift.core.checks import not_negative
-from fedshift.core.losses import balanced_softmax
 from fedshift.core.method import Batch, Method, Phase
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree
@@ -45,8 +44,7 @@ class FineTune(Method):
         """Cross-entropy, or balanced softmax where it is asked for."""
         if not (self.balanced_tuning if phase.name == "finetune" else self.balanced):
             return super().loss(state, tensors, batch, phase)
-        output = self.outputs(tensors, batch, phase)
-        return balanced_softmax(output.logits, batch["y"], state["now"]["histogram"]), output.buffers
+        return self.balanced_loss(state, tensors, batch, phase)
 
     def deployed(self, down: Tree, mine: Tree) -> Tree:
         """The fine-tuned model and the received one."""

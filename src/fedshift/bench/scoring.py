@@ -1,0 +1,166 @@
+"""Scores of a trained run: every adapter on every stream, and what is written beside the scores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import add
+from typing import Any
+
+import fedshift
+from fedshift.bench.code import code_digest
+from fedshift.bench.experiment import AdapterSpec, Experiment
+from fedshift.bench.federation import Federation, State
+from fedshift.bench.folder import NOTES
+from fedshift.bench.job import Job
+from fedshift.bench.metrics import mean_over, metric_parts, summarise
+from fedshift.bench.progress import Reporter
+from fedshift.core.registry import ADAPTERS
+from fedshift.core.tree import Tree
+from fedshift.engines.auto import Engine
+from fedshift.engines.work import Compute, Density, Score
+
+
+def score(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
+    """Every adapter that has no scores yet, on the last state and on the one chosen by validation."""
+    stored = job.folder.scores()
+    found = {name: rows[0] for name, rows in stored.items() if rows}
+    waiting = [spec for spec in job.setup.spec.adapters if not _scored(spec, found.get(spec.title))]
+    for spec in job.setup.spec.adapters:  # what is only written beside the scores may have changed
+        if spec not in waiting and (rows := _completed(stored[spec.title], spec, job.experiment)) != stored[spec.title]:
+            job.folder.write_scores(spec.title, rows)
+    title = job.title
+    if not waiting:
+        return
+    federation = job.federation(engine, compute, say)
+    states = {"last": job.folder.last(compute.device), "best-val": job.folder.best(compute.device)}
+    models: dict[int, list[Served]] = {}
+    for state in states.values():
+        if state.round not in models:
+            say.doing(f"{title}: models of round {state.round}")
+            models[state.round] = _models(job, federation, state, say)
+    origin = {"seed": job.seed, "task-hash": job.task.hash, "fedshift": fedshift.__version__}
+    for spec in waiting:
+        say.doing(f"{title}: adapter {spec.title}")
+        adapters = {name: job.setup.adapter(spec, method) for name, method in job.setup.methods.items()}
+        by_round: dict[int, list[dict[str, Any]]] = {}
+        for round_, offered in models.items():
+            made: list[dict[str, Any]] = []
+            for served in offered:
+                if served.model == "after-local" and spec.name != "none":
+                    continue
+                scores = federation.evaluate(adapters, served.trees, list(job.task.streams))
+                made += [
+                    {**_row(served, stream, scores), "setting": asdict(job.task.setting(stream))}
+                    for stream in job.task.streams
+                ]
+            by_round[round_] = made
+        scored = [
+            {
+                "selection": rule,
+                "round": state.round,
+                "adapter": spec.name,
+                "options": spec.options(),
+                "code": code_digest(ADAPTERS[spec.name].make),
+                **row,
+                **origin,
+            }
+            for rule, state in states.items()
+            for row in by_round[state.round]
+        ]
+        job.folder.write_scores(spec.title, _completed(scored, spec, job.experiment))
+
+
+def _completed(scored: Sequence[Mapping[str, Any]], spec: AdapterSpec, experiment: Experiment) -> list[dict[str, Any]]:
+    """Scores with what follows from them or only labels them: means over streams, published numbers, the family.
+
+    None of it needs the models, so it is brought up to date without scoring again.
+    """
+    groups: dict[tuple[str, str, str], dict[str, Mapping[str, Any]]] = {}
+    for row in scored:
+        model, stream, population = metric_parts(row["metric"])
+        if stream != "mean":
+            groups.setdefault((row["selection"], model, population), {})[stream] = row
+    published = spec.published(experiment.model_dump(by_alias=True))
+    mean_of = experiment.evaluate.mean_of
+    completed: list[dict[str, Any]] = []
+    for (_, model, population), by_stream in groups.items():
+        rows = dict(by_stream)
+        if mean_of:
+            rows["mean"] = _mean_row(f"{model}/mean/{population}", [by_stream[name] for name in mean_of], mean_of)
+        for stream, row in rows.items():
+            usual = [stream] if population == "clients" and model != "after-local" else []
+            number = next((published[k] for k in (f"{stream}/{population}", *usual) if k in published), None)
+            labels = {"paper": number, "family": spec.family or None}
+            plain = {key: value for key, value in row.items() if key not in labels}
+            completed.append({**plain, **{key: value for key, value in labels.items() if value is not None}})
+    return completed
+
+
+def _mean_row(metric: str, rows: Sequence[Mapping[str, Any]], streams: Sequence[str]) -> dict[str, Any]:
+    shared = ("selection", "round", "adapter", "options", "code", "seed", "task-hash", "fedshift", "published-bytes")
+    same = {key: rows[0][key] for key in shared}
+    return {**same, "metric": metric, **mean_over(rows), "of": list(streams)}
+
+
+def annotate(job: Job) -> None:
+    """Notes lie beside the scores: they decide nothing, and may change after the run."""
+    path, text = job.folder.path / NOTES, "".join(f"{note}\n" for note in job.experiment.notes)
+    if not text:
+        path.unlink(missing_ok=True)
+    elif not path.is_file() or path.read_text() != text:
+        job.folder.write(NOTES, text)
+
+
+def _scored(spec: AdapterSpec, row: Mapping[str, Any] | None) -> bool:
+    """Whether these are scores of this adapter with these options, not only of one with the same label."""
+    wanted = json.loads(json.dumps([spec.name, spec.options(), code_digest(ADAPTERS[spec.name].make)]))
+    return row is not None and [row["adapter"], row["options"], row.get("code")] == wanted
+
+
+@dataclass(frozen=True)
+class Served:
+    """Models of a population, ready to be scored."""
+
+    model: str  # global, personal or after-local
+    population: str  # clients or unseen
+    trees: Mapping[str, Tree]
+    published: int = 0  # bytes that clients gave once, at the end
+
+
+def _models(job: Job, federation: Federation, state: State, say: Reporter) -> list[Served]:
+    """The models that are scored."""
+    settled = federation.settled(state)
+    models = [Served(job.model, "clients", federation.deployed(state, settled), settled.published)]
+    if job.experiment.evaluate.after_local:
+        models.append(Served("after-local", "clients", federation.after_local(state)))
+    if job.task.unseen:
+        trees = federation.newcomers(state, settled)
+        models.append(Served(job.model, "unseen", trees, settled.published))
+        if not trees:
+            say.note(f"{job.setup.spec.title} has nothing to give to clients nobody has seen; that row is left out")
+    return [served for served in models if served.trees]
+
+
+def _row(served: Served, stream: str, scores: Mapping[tuple[str, str], Score]) -> dict[str, Any]:
+    own = {name: score for (name, part), score in scores.items() if part == stream}
+    told = _telemetry([score for score in own.values() if score.samples])
+    return {
+        "metric": f"{served.model}/{stream}/{served.population}",
+        **summarise(own).as_dict(),
+        "published-bytes": served.published,
+        "by-client": {name: [score.samples, score.correct, round(score.loss, 4)] for name, score in own.items()},
+        **({"telemetry": told} if told else {}),
+    }
+
+
+def _telemetry(scores: Sequence[Score]) -> dict[str, dict[str, Any]]:
+    """What an adapter told about itself, over the samples of all clients."""
+    parts: dict[str, list[Density]] = {}
+    for score in scores:
+        for name, density in score.telemetry.items():
+            parts.setdefault(name, []).append(density)
+    whole = {name: reduce(add, densities) for name, densities in parts.items()}
+    return {name: {"mean": density.mean, "counts": list(density.counts)} for name, density in whole.items()}
