@@ -37,10 +37,10 @@ CASES = [(name, norm) for name in METHODS for norm in (False, True)]
 
 def make(name: str, norm: bool, **train: object) -> Method | None:
     cls = METHODS[name].make
-    backbone = tiny_arch(norm=norm)
-    if missing_for_method(name, cls.needs, backbone):
+    arch = cls.build(tiny_arch(norm=norm), {})
+    if missing_for_method(name, cls.needs, arch):
         return None
-    return cls(arch=cls.build(backbone, {}), train=tiny_train(**train))
+    return cls(arch=arch, train=tiny_train(**train))
 
 
 def federate(

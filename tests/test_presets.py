@@ -42,7 +42,9 @@ POPULATIONS = {
     **dict.fromkeys([n for n in NAMES if n.startswith("domainnet")], (6, 0)),
     "domainnet-domain": (5, 1),
     "domainnet-unseen": (5, 1),
-    **dict.fromkeys([n for n in NAMES if n.startswith("pacs")], (4, 0)),
+    **dict.fromkeys([n for n in NAMES if n.startswith(("pacs", "fdse"))], (4, 0)),
+    "pacs-unseen": (3, 1),
+    "fdse-ablation-domainnet": (6, 0),
     "camelyon17-feature": (5, 0),
     "iwildcam-feature": (10, 0),
     "pacs-label-skew": (50, 0),
@@ -152,7 +154,7 @@ def test_small_scale_is_smaller(name: str) -> None:
     assert 1 <= len(list(small.variants())) <= max(2, len(list(full.variants())))
     assert len(small.method) <= len(full.method)
     assert {m.name for m in small.method} <= {m.name for m in full.method} | {"finetune"}
-    assert {m.name for m in full.method} & {"fedavg", "fedthe"}
+    assert {m.name for m in full.method} & {"fedavg", "fedthe", "fdse"}
     work = [e.train.get("local-steps", 0) + e.train.get("local-epochs", 0) for e in (small, full)]
     images = [(e.data.limit or 1e9, e.data.size or 1e9, e.split.get("train-limit") or 1e9) for e in (small, full)]
     assert work[0] < work[1] or images[0] < images[1]
@@ -562,7 +564,7 @@ def test_four_clients_of_one_domain_are_tested_on_the_others(data: Path) -> None
     assert sorted(trained) == ["mnist", "mnist_m", "svhn", "synfont", "usps"]
 
 
-@pytest.mark.parametrize("name", ["office-unseen", "domainnet-unseen"])
+@pytest.mark.parametrize("name", ["office-unseen", "pacs-unseen", "domainnet-unseen"])
 def test_a_tenth_of_the_target_domain(name: str, data: Path) -> None:
     task = _task(name)
     (target,) = task.unseen
@@ -694,3 +696,20 @@ def test_real_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     _, office = _real(monkeypatch, "office-covariate")
     assert {c.name: len(c.test) for c in office.clients} == {"amazon": 192, "caltech10": 225, "dslr": 31, "webcam": 58}
+
+
+def leaves(paper: dict[str, Any]) -> set[str]:
+    """The keys of published numbers, under whatever conditions."""
+    return {k for key, value in paper.items() for k in (leaves(value) if isinstance(value, dict) else {key})}
+
+
+@pytest.mark.parametrize("name", presets())
+def test_published_numbers_belong_to_a_column(name: str) -> None:
+    """A misspelt stream would never show its number."""
+    experiment = Experiment.load(name)
+    streams = [stream.name for stream in experiment.stream] + (["mean"] if experiment.evaluate.mean_of else [])
+    known = {*streams, *(f"{s}/{who}" for s in streams for who in ("clients", "unseen"))}
+    known |= {f"after-local/{s}" for s in streams} if experiment.evaluate.after_local else set()
+    for method in experiment.method:
+        for adapter in method.adapters:
+            assert leaves(adapter.paper) <= known, (method.title, adapter.title)

@@ -23,7 +23,7 @@ SETTINGS = [
     "checkpoint-every=3", "evaluate.every=4", "evaluate.oracle=true", "participation=0.6",
 ]  # fmt: skip
 METHODS = '[{name="fedbn", adapters=["none", "tent"]}, {name="scaffold", label="sc"}]'
-CLOCK = {"seconds"}
+CLOCK = {"seconds", "memory-grown"}
 
 
 def command(out: Path, engine: str, *more: str) -> list[str]:

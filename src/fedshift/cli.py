@@ -1,4 +1,4 @@
-"""The command line: ``fedshift run | data | list | show | doctor``."""
+"""The command line: ``fedshift run | data | list | show | inspect | overhead | join | doctor``."""
 
 from __future__ import annotations
 
@@ -108,16 +108,95 @@ def show(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or any folder above some.")],
     select: Annotated[str, typer.Option(help="Selection rule: last, best-val or oracle.")] = "best-val",
     format: Format = "table",
+    picture: Annotated[
+        list[str] | None, typer.Option(help="Draw instead: results, densities, map, radar or tsne; into RUN.")
+    ] = None,
 ) -> None:
-    """Print the results of finished runs again."""
+    """Print the results of finished runs again, or draw them."""
     from fedshift.bench.collect import collect, find_runs
     from fedshift.bench.results import to_json
 
     result = collect(find_runs(path))
-    if _wants_json(format):
+    if picture:
+        from fedshift.bench.pictures import draw
+
+        drawn = [made for name in picture for made in draw(name, result, path, select)]
+        _console().print(f"Pictures: {', '.join(map(str, drawn))}", highlight=False, soft_wrap=True)
+    elif _wants_json(format):
         print(to_json(result))
     else:
         _print_result(_console(), result, select, rules=True)
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or any folder above some.")],
+    out: Annotated[Path | None, typer.Option(help="Where page, numbers and pictures go; default RUN/inspect.")] = None,
+    samples: Annotated[int, typer.Option(help="Images of each client whose features are compared.")] = 200,
+    select: Annotated[str, typer.Option(help="Whose state: best-val or last.")] = "best-val",
+    model: Annotated[
+        str, typer.Option(help="deployed, or global: the model a new client would get, for everybody.")
+    ] = "deployed",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+) -> None:
+    """What was learnt: distances between clients, local risks, confusions, t-SNE; a table, a page, pictures and JSON."""
+    from fedshift.inspect.report import inspect as look_into
+    from fedshift.inspect.report import summary_table
+
+    console = _console()
+    with console.status("reading runs") as status:
+        found = look_into(path, out, samples=samples, select=select, model=model, device=device, doing=status.update)
+    console.print(summary_table(found["methods"]))
+    for note in dict.fromkeys(f"{entry['name']}: {note}" for entry in found["runs"] for note in entry["notes"]):
+        console.print(f"- {_escaped(note)}", highlight=False)
+    folder = out or path / "inspect"
+    console.print(
+        f"Page: {folder / 'inspect.html'}, numbers: {folder / 'inspect.json'}", highlight=False, soft_wrap=True
+    )
+
+
+@app.command()
+def overhead(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or any folder above some.")],
+    target: Annotated[float, typer.Option(help="Accuracy in percent.")],
+    format: Format = "table",
+) -> None:
+    """What every method took to reach an accuracy: rounds, compute, communication, memory."""
+    from fedshift.inspect.overhead import overhead as measure
+    from fedshift.inspect.overhead import to_json
+
+    as_json = _wants_json(format)
+    found = measure(path, target)
+    if as_json:
+        print(to_json(found))
+    else:
+        _console().print(found.table())
+
+
+@app.command()
+def join(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a folder above some.")],
+    data: Annotated[
+        Path, typer.Option(help="Images without labels: a folder, one picture, Parquet; class folders are labels.")
+    ],
+    adapter: Annotated[str | None, typer.Option(help="An adapter of the run by its label, or any by its name.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A new folder; default RUN/joined/DATA-ADAPTER.")] = None,
+    method: Annotated[str | None, typer.Option(help="Which method, if RUN holds several.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Which seed, if RUN holds several.")] = None,
+    model: Annotated[str | None, typer.Option(help="Which network, if the run mixes several.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+) -> None:
+    """Give a client nobody has seen a model of its own and predictions, from its unlabelled images."""
+    from fedshift.join import join as join_run
+    from fedshift.join.report import headline, lines, summary
+
+    console = _console()
+    with console.status("joining"):
+        joined = join_run(path, data, adapter, out, method=method, seed=seed, model=model, device=device)
+    console.print(f"[bold]{_escaped(headline(joined))}", highlight=False, soft_wrap=True)
+    console.print(summary(joined))
+    for line in lines(joined):
+        console.print(_escaped(line), highlight=False, soft_wrap=True)
 
 
 @app.command(name="list")
@@ -153,8 +232,9 @@ def doctor() -> None:
 
 
 def _print_result(console: Console, result: Result, rule: str, rules: bool) -> None:
-    """The table, what adapters tell, the three rules side by side, and the notes."""
+    """The table, the costs, what adapters tell, the three rules side by side, and the notes."""
     console.print(result.table(rule))
+    console.print(result.costs_table())
     told = result.telemetry_table(rule)
     if told is not None:
         console.print(told)

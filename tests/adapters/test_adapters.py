@@ -167,10 +167,10 @@ def partner(adapter_name: str) -> str:
     """A method that deploys what the adapter needs."""
     for method_name, entry in METHODS.items():
         cls = entry.make
-        backbone = tiny_arch("mlp", norm=True)
-        if missing_for_method(method_name, cls.needs, backbone):
+        arch = cls.build(tiny_arch("mlp", norm=True), {})
+        if missing_for_method(method_name, cls.needs, arch):
             continue
-        method = cls(arch=cls.build(backbone, {}), train=tiny_train())
+        method = cls(arch=arch, train=tiny_train())
         adapter = ADAPTERS[adapter_name].make(arch=method.arch, forward=method.forward)
         if missing_for_pair(method_name, method.deploys, adapter_name, adapter) is None:
             return method_name

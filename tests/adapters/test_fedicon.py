@@ -396,7 +396,7 @@ def test_the_contrast_falls_on_real_images(name: str, norm: bool, mode: str) -> 
     fed, deployed = digits(name, norm)
     method = fed.setup.method
     adapter = ADAPTERS["fedicon"].make(
-        arch=method.arch, forward=method.forward, flip=False, mode=mode, lr=1e-2, epochs=3
+        arch=method.arch, forward=method.forward, flip=False, mode=mode, lr=1e-2, epochs=3, temperature=0.1
     )
     for client in fed.task.clients:
         samples = fed.task.samples(client, "noise")
@@ -410,7 +410,7 @@ def test_the_contrast_falls_on_real_images(name: str, norm: bool, mode: str) -> 
                     for rows in torch.arange(len(x)).split(32)[: len(x) // 32]:
                         views = [contrastive_views(x[rows], fresh["views"][rows, epoch, i], False) for i in range(2)]
                         z = method.forward(tree, torch.cat(views)).features
-                        losses.append(float(contrastive(z, torch.arange(len(rows)).repeat(2), 0.07)))
+                        losses.append(float(contrastive(z, torch.arange(len(rows)).repeat(2), 0.1)))
             return sum(losses) / len(losses)
 
         state = adapter.init(deployed[client.name])

@@ -290,7 +290,7 @@ def test_the_marginal_entropy_falls_on_the_views_it_is_taken_on() -> None:
 def test_linear_probing_reaches_the_head_that_predicts_whatever_the_method(name: str) -> None:
     """A valid pair must do something: LP-FT with head steps only moves every method's predictions."""
     cls = METHODS[name].make
-    assert missing_for_method(name, cls.needs, tiny_arch("mlp", norm=True)) is None
+    assert missing_for_method(name, cls.needs, cls.build(tiny_arch("mlp", norm=True), {})) is None
     federation, deployed = federated(name)
     method = federation.setup.method
     tree = next(iter(deployed.values()))

@@ -272,3 +272,10 @@ def test_a_slot_may_have_any_name(tmp_path: Path) -> None:
     tree: Tree = {"hospital a/b": {"w": torch.ones(1)}, "": {"v": torch.zeros(1)}}
     save(tmp_path / "a", {"server": tree})
     assert same(load(tmp_path / "a")[0]["server"], tree)
+
+
+def test_a_file_keeps_the_order_of_names(tmp_path: Path) -> None:
+    """A sum over tensors in another order has other bits, and then a resumed run is not the run it would have been."""
+    tree = {"model": {name: torch.ones(1) for name in ("z", "a", "m.10", "m.2")}}
+    save(tmp_path / "t", {"server": tree})
+    assert list(load(tmp_path / "t")[0]["server"]["model"]) == ["z", "a", "m.10", "m.2"]

@@ -642,3 +642,30 @@ def test_duplicates_of_office_caltech_never_cross_a_split(office: Pool, partitio
     else:
         assert removed_by_seed == [0, 0, 0]  # never across domains, so whole sets are placed together
         assert [c.name for c in task.clients] == ["amazon", "caltech10", "dslr", "webcam"]
+
+
+# --- choosing settings ----------------------------------------------------------------------------------------------------
+
+
+def test_tuning_shows_validation_images_and_no_test_image() -> None:
+    plain = build(pool_of(), ByDomain(), Splitting(), STREAMS, seed=3)
+    tuned = build(pool_of(), ByDomain(), Splitting(tune=True), STREAMS, seed=3)
+    for before, after in zip(plain.clients, tuned.clients, strict=True):
+        assert torch.equal(before.train, after.train)
+        assert torch.equal(after.test, before.val)
+        for name in STREAMS:
+            shown = tuned.samples(after, name)
+            assert len(shown) == len(before.val)
+            assert set(shown.ids[shown.index].tolist()).isdisjoint(plain.ids[before.test].tolist())
+    assert plain.hash != tuned.hash
+
+
+def test_tuning_has_no_newcomers_because_all_their_images_are_test_images() -> None:
+    tuned = build(pool_of(), ByDomain(), Splitting(tune=True, unseen="red"), STREAMS, seed=3)
+    assert tuned.unseen == ()
+    assert "red" not in {client.name for client in tuned.clients}
+
+
+def test_tuning_without_validation_images_is_refused() -> None:
+    with pytest.raises(UserError, match="tune shows validation images, but val is 0"):
+        Splitting(train=0.8, val=0.0, test=0.2, tune=True)

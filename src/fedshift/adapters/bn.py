@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from fedshift.core.adapter import Adapter
+from fedshift.core.adapter import Adapter, with_refreshed_statistics
 from fedshift.core.arch import Output
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tree
@@ -48,11 +48,7 @@ class BatchNormRefresh(Adapter):
 
     def fit(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> Tree:
         """Refresh the statistics on the whole set first, if asked to."""
-        for _ in range(self.passes):
-            for chunk in x.split(self.batch_size):
-                if len(chunk) > 1:
-                    state = self._refreshed(state, self.forward(state, chunk, batch_stats=True))
-        return state
+        return with_refreshed_statistics(self.forward, state, x, self.batch_size, self.passes)
 
     def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
         """One sample alone has no batch statistics and is predicted with the running ones."""
@@ -61,9 +57,5 @@ class BatchNormRefresh(Adapter):
         output = self.forward(state, x, batch_stats=True)
         if self.mode == "batch":
             return output, state
-        refreshed = self._refreshed(state, output)
+        refreshed = {**state, "model": {**state["model"], **output.buffers}}
         return self.forward(refreshed, x), refreshed
-
-    @staticmethod
-    def _refreshed(state: Tree, output: Output) -> Tree:
-        return {**state, "model": {**state["model"], **output.buffers}}

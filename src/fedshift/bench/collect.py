@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from fedshift.bench.costs import Costs, mean_costs, measured, published_by
 from fedshift.bench.folder import NOTES, RunFolder
-from fedshift.bench.metrics import mean_and_std, mean_over, metric_parts, summarise
+from fedshift.bench.metrics import mean_over, metric_parts, summarise
 from fedshift.bench.results import Point, Result, Row
 from fedshift.engines.work import Score
 from fedshift.errors import UserError
@@ -28,23 +29,26 @@ def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
     configs = {path: _config(path) for path in folders}
     points = _points(configs)
     grouped: dict[tuple[str, str, Point, bool], list[Run]] = {}
+    costs_notes: dict[str, None] = {}
     for path, config in configs.items():
         folder = RunFolder(path)
         lines = folder.lines()
         scores = folder.scores()
+        costs = _costs(folder, lines, scores)
+        costs_notes |= dict.fromkeys(f"{_title(config)}: {note}" for note in costs.notes)
         families: dict[str, list[list[dict[str, Any]]]] = {}
         for adapter in wanted.get(path) or sorted(scores, key=lambda name: (name != "none", name)):
             rows = scores[adapter]
             whole = [*rows, *(_oracle(lines, rows) if adapter == "none" else [])]
-            run = (config["seed"], whole, _cost(lines))
+            run = (config["seed"], whole, costs.numbers())
             grouped.setdefault((_title(config), adapter, points[path], False), []).append(run)
             families.setdefault(rows[0].get("family", "") if rows else "", []).append(rows)
         for family, members in families.items():
             if family and len(members) > 1:
-                run = (config["seed"], _bound(members), _cost(lines))
+                run = (config["seed"], _bound(members), costs.numbers())
                 key = (_title(config), f"{family}, best per client (uses labels)", points[path], True)
                 grouped.setdefault(key, []).append(run)
-    notes = dict.fromkeys(note for path in folders for note in _notes(path))
+    notes = [*dict.fromkeys(note for path in folders for note in _notes(path)), *costs_notes]
     return Result(tuple(_row(*key, runs) for key, runs in grouped.items()), tuple(folders), tuple(notes))
 
 
@@ -52,7 +56,7 @@ def _row(method: str, adapter: str, point: Point, bound: bool, runs: Sequence[Ru
     keys = list(dict.fromkeys((row["selection"], row["metric"]) for _, rows, _ in runs for row in rows))
     by_key = {key: [r for _, rows, _ in runs for r in rows if (r["selection"], r["metric"]) == key] for key in keys}
     complete = {key: found for key, found in by_key.items() if len(found) == len(runs)}
-    cost = {name: mean_and_std([c[name] for _, _, c in runs])[0] for name in runs[0][2]}
+    cost = mean_costs([cost for _, _, cost in runs])
     return Row(method, adapter, point, tuple(seed for seed, _, _ in runs), complete, cost, bound)
 
 
@@ -194,12 +198,9 @@ def _oracle(lines: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]
     return [{"selection": "oracle", "metric": metric, **numbers} for metric, numbers in best.items()]
 
 
-def _cost(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Means per round and client, from what really travelled."""
-    rounds = [line for line in lines if "bytes-up" in line]
-    clients = sum(line["participants"] for line in rounds) or 1
-    return {
-        "bytes-up": sum(line["bytes-up"] for line in rounds) / clients,
-        "bytes-down": sum(line["bytes-down"] for line in rounds) / clients,
-        "seconds-per-round": sum(line["seconds"] for line in rounds) / (len(rounds) or 1),
-    }
+def _costs(
+    folder: RunFolder, lines: Sequence[Mapping[str, Any]], scores: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> Costs:
+    """The ledger as it is stored; of a run that has none, what its rounds tell."""
+    stored = folder.costs()
+    return Costs.of(stored) if stored is not None else measured(Costs(), lines, published_by(scores))

@@ -163,6 +163,8 @@ class EvaluateSpec(Table):
     oracle: bool = False  # also score test streams then, for the best-on-test bound nobody may choose by
     after_local: bool = False  # also score clients right after one more local round
     mean_of: list[str] = Field(default_factory=list)  # streams whose mean is one more column
+    # features of so many test images of each client are saved; no dump has it: it decides nothing about a training
+    features: Annotated[int, Field(ge=0, exclude=True)] = 0
 
 
 class Experiment(Table):
@@ -177,7 +179,7 @@ class Experiment(Table):
     rounds: Annotated[int, Field(ge=0)] = 10
     seeds: Annotated[list[int], Field(min_length=1)] = Field(default_factory=lambda: [0])
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of clients in a round
-    precision: Literal["float32", "float64"] = "float32"
+    precision: Literal["float32", "fast", "float64"] = "float32"
     checkpoint_every: Annotated[int, Field(ge=1)] = 10
     baselines: bool = True  # the rows local and finetune are always there, unless this is false
     scale: Literal["full", "small"] = "full"
@@ -272,6 +274,7 @@ class Experiment(Table):
             yield {}, self
             return
         base = self.model_dump(by_alias=True, exclude={"sweep"})
+        base["evaluate"]["features"] = self.evaluate.features
         for values in itertools.product(*self.sweep.values()):
             point = dict(zip(self.sweep, values, strict=True))
             table = copied(base)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from fedshift.bench.costs import memory_so_far, resident_peak
 from fedshift.bench.setup import Setup
 from fedshift.core import rng
 from fedshift.core.adapter import Adapter
@@ -18,6 +19,8 @@ from fedshift.core.schedule import Plan
 from fedshift.core.tree import Tensors, Tree, float_bytes, to
 from fedshift.data.task import Client, Task
 from fedshift.engines.auto import Engine
+from fedshift.engines.parallel import Parallel
+from fedshift.engines.together import Errand, Together
 from fedshift.engines.work import Compute, Reply, Score, facts_of, pixels
 
 
@@ -50,6 +53,17 @@ class RoundReport:
     bytes_up: int
     seconds: float
     left_out: tuple[str, ...]  # clients whose loss or update was not finite
+    memory: Mapping[str, int] = field(default_factory=dict)  # see fedshift.bench.costs.memory_so_far
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A round after everything was sent and before anything was trained."""
+
+    now: Now
+    clients: Sequence[Client]
+    downs: Mapping[str, Tree]
+    started: float
 
 
 @dataclass(frozen=True)
@@ -80,44 +94,88 @@ class Federation:
         self.seed, self.rounds, self.participation = seed, rounds, participation
         self.training = setup.method.prepare_task(task)  # whose clients train
         self._numbers = {client.name: i for i, client in enumerate(self.training.clients)}
+        # networks are dealt to clients in turn, and to those nobody has seen again from the first one on
+        self._places = {**{client.name: i for i, client in enumerate(task.unseen)}, **self._numbers}
+        self._resident = resident_peak()
         self._initial = {
             name: self._tensors(method.arch.init(rng.seed_of(seed, "init"))) for name, method in setup.methods.items()
         }
 
+    @property
+    def initial(self) -> Mapping[str, Tensors]:
+        """What everybody starts from, by architecture."""
+        return self._initial
+
     def start(self) -> State:
         """Before the first round."""
         clients = tuple(client.name for client in self.training.clients)
-        return State(0, to({**self.setup.method.server_init(self._initial, clients)}, self.compute.device))
+        server = self.setup.method.server_init(self._initial, clients)
+        if self.training.public is not None:
+            server = self.setup.method.public_init(server, self.training.ids[self.training.public])
+        return State(0, to({**server}, self.compute.device))
 
     def step(self, state: State) -> tuple[State, RoundReport]:
         """One round: send, train locally, aggregate."""
+        begun = self.begun(state)
+        replies = self._train(state, begun.clients, begun.downs, begun.now)
+        return self.ended(state, begun, replies)
+
+    def begun(self, state: State) -> Begun:
+        """The first half of a round: who takes part, and what goes down to them."""
         started = time.perf_counter()
+        if self.compute.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.compute.device)
         now = self.now(state)
         clients = self._participants(state.round)
         downs = {c.name: self.setup.method.broadcast(state.server, c.name, now) for c in clients}
-        replies = self._train(state, clients, downs, now)
+        return Begun(now, clients, downs, started)
+
+    def errand(self, state: State, begun: Begun) -> Errand:
+        """The clients' work between the two halves, for an engine that does that of several federations at once."""
+        mines = {c.name: self._mine(state, c, begun.now) for c in begun.clients}
+        return Errand(begun.downs, mines, Plan(self.setup.method.phases(begun.now), begun.now, self.seed))
+
+    def ended(
+        self, state: State, begun: Begun, replies: Mapping[str, Reply], beside: int = 1
+    ) -> tuple[State, RoundReport]:
+        """The second half: aggregate; ``beside`` federations shared the time."""
         sound = {name: reply for name, reply in replies.items() if reply.finite}
         server = state.server
         if sound:
             samples = torch.tensor([float(len(self.training.client(name).train)) for name in sound])
-            moment = self._moment(now, samples)
+            moment = self._moment(begun.now, samples)
             ups = {name: reply.up for name, reply in sound.items()}
             draws = {"seed": torch.tensor(rng.seed_of(self.seed, state.round, "server"))}
             server = self.setup.method.aggregate(server, ups, moment, draws)
         kept = {name: reply.mine for name, reply in sound.items() if reply.mine}
         report = RoundReport(
-            participants=len(clients),
+            participants=len(begun.clients),
             loss=self._mean_loss(sound),
-            bytes_down=sum(float_bytes(down) for down in downs.values()),
+            bytes_down=sum(float_bytes(down) for down in begun.downs.values()),
             bytes_up=sum(float_bytes(reply.up) for reply in replies.values()),
-            seconds=time.perf_counter() - started,
+            seconds=(time.perf_counter() - begun.started) / beside,
             left_out=tuple(name for name in replies if name not in sound),
+            memory=self._memory(),
         )
         return State(state.round + 1, server, {**state.mines, **kept}), report
 
     def now(self, state: State) -> Now:
         """Where in the run this state is."""
-        return Now(state.round, self.rounds, len(self.task.clients))
+        return self.moment(state.round)
+
+    def moment(self, number: int) -> Now:
+        """Where in the run round ``number`` (from 0) is."""
+        return Now(number, self.rounds, len(self.task.clients))
+
+    def by_arch(self, clients: Sequence[Client]) -> dict[str, list[Client]]:
+        """These clients by their architecture, which is never one without clients."""
+        members = {arch: [client for client in clients if self._arch(client) == arch] for arch in self.setup.methods}
+        return {arch: own for arch, own in members.items() if own}
+
+    def first_errand(self, client: Client, now: Now) -> tuple[Method, Tree, Tree]:
+        """What a client would start local work with if this were its first: method, message and private memory."""
+        down = self.setup.method.broadcast(self.start().server, client.name, now)
+        return self._method(client), down, self._birth(client, now)
 
     # ---- what clients serve with ---------------------------------------------------------------------------------------
     def deployed(self, state: State, settled: Settled | None = None) -> dict[str, Tree]:
@@ -150,25 +208,21 @@ class Federation:
     def newcomers(self, state: State, settled: Settled | None = None) -> dict[str, Tree]:
         """Models of clients nobody has seen; empty if nothing is offered to them."""
         now = self._at_the_end(state)
-        method = self.setup.method
-        server = (settled or self.settled(state)).server
-        phases = tuple(phase for phase in method.final_phases() if not phase.labelled)
+        down = self.setup.method.broadcast((settled or self.settled(state)).server, None, now)
         result: dict[str, Tree] = {}
-        for client in self.task.unseen:
-            down = method.broadcast(server, None, now)
-            mine = self._birth(client, now)
-            if phases:
+        for arch, members in self.by_arch(self.task.unseen).items():
+            method = self.setup.methods[arch]
+            mines = {client.name: self._birth(client, now) for client in members}
+            if phases := method.joining_phases():
                 plan = Plan(phases, now, self.seed)
-                reply = self.engine.train(method, {client.name: down}, {client.name: mine}, self.task, plan)[
-                    client.name
-                ]
-                self._name_failed({client.name: reply})
-                mine = reply.mine if reply.finite else mine
-            tree = method.deployed(down, mine)
-            if not set(method.arch.parameters) <= set(tree.get("model", {})):
+                replies = self.engine.train(method, dict.fromkeys(mines, down), mines, self.task, plan)
+                self._name_failed(replies)
+                mines |= {name: reply.mine for name, reply in replies.items() if reply.finite}
+            trees = {name: method.deployed(down, mine) for name, mine in mines.items()}
+            if not all(set(method.arch.parameters) <= set(tree.get("model", {})) for tree in trees.values()):
                 return {}
-            result[client.name] = tree
-        return result
+            result |= trees
+        return {client.name: result[client.name] for client in self.task.unseen}
 
     # ---- scores --------------------------------------------------------------------------------------------------------
     def evaluate(
@@ -220,10 +274,8 @@ class Federation:
         """Local work, one call of the engine per architecture; replies in client order."""
         task = self.task if now.final else self.training
         replies: dict[str, Reply] = {}
-        for arch, method in self.setup.methods.items():
-            members = [client for client in clients if self._arch(client) == arch]
-            if not members:
-                continue
+        for arch, members in self.by_arch(clients).items():
+            method = self.setup.methods[arch]
             phases: tuple[Phase, ...] = method.final_phases() if now.final else method.phases(now)
             mines = {c.name: self._mine(state, c, now) for c in members}
             plan = Plan(phases, now, self.seed)
@@ -251,16 +303,22 @@ class Federation:
         number = self._numbers.get(client.name, -1)
         task = self.task if number < 0 else self.training
         facts = facts_of(task, client, number, rng.seed_of(self.seed, "birth", client.name))
+        if task.public is not None:
+            facts = replace(facts, public=task.ids[task.public])
         return to(self._method(client).birth(self._initial[self._arch(client)], facts, now), self.compute.device)
 
     def _arch(self, client: Client) -> str:
-        return self.setup.of(self._numbers.get(client.name, 0))[0]
+        return self.setup.of(self._places.get(client.name, 0))[0]
 
     def _method(self, client: Client) -> Method:
-        return self.setup.of(self._numbers.get(client.name, 0))[1]
+        return self.setup.of(self._places.get(client.name, 0))[1]
 
     def _tensors(self, tensors: Tensors) -> Tensors:
         return to({"model": tensors}, self.compute.device, self.compute.dtype)["model"]
+
+    def _memory(self) -> dict[str, int]:
+        """Peak memory so far; what other processes need is not known here."""
+        return {} if isinstance(self.engine, Parallel) else memory_so_far(self.compute.device, self._resident)
 
     def _moment(self, now: Now, samples: Tensor) -> Tensors:
         decay = now.decay(self.setup.train)
@@ -274,3 +332,15 @@ class Federation:
         sizes = {name: len(self.training.client(name).train) for name in replies}
         total = sum(sizes.values())
         return sum(reply.loss * sizes[name] for name, reply in replies.items()) / total if total else float("nan")
+
+
+def step_together(
+    federations: Sequence[Federation], states: Sequence[State], together: Together
+) -> list[tuple[State, RoundReport]]:
+    """One round of several federations of one method, whose clients are trained side by side."""
+    first = federations[0]
+    begun = [federation.begun(state) for federation, state in zip(federations, states, strict=True)]
+    errands = [f.errand(state, half) for f, state, half in zip(federations, states, begun, strict=True)]
+    replies = together.train(first.engine, first.setup.method, errands)
+    halves = zip(federations, states, begun, replies, strict=True)
+    return [federation.ended(state, half, own, len(federations)) for federation, state, half, own in halves]

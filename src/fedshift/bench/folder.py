@@ -2,7 +2,9 @@
 
 ``config.toml`` says what it is, ``metrics.jsonl`` has a line for every round and evaluation, ``ckpt-*.safetensors`` is
 the newest state, ``best.safetensors`` the state that was best on validation, ``adapters/*.jsonl`` the scores, and
-``done`` appears last. ``notes.txt`` says why numbers differ from a paper's.
+``done`` appears last. ``costs.json`` is the cost ledger; ``notes.txt`` says why numbers differ from a paper's;
+``features.safetensors`` has features of some test images, if they were asked for; ``welcome.safetensors`` is what
+clients nobody has seen are served from.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from fedshift.bench.federation import State
 from fedshift.core.tree import load, save
 
 NOTES = "notes.txt"  # one a line
+COSTS = "costs.json"
+FEATURES = "features.safetensors"
+WELCOME = "welcome.safetensors"
 CHECKPOINT = "ckpt-{:06d}.safetensors"
 
 
@@ -59,7 +64,9 @@ class RunFolder:
     def begin(self, config: str) -> None:
         """Make the folder, empty of an earlier attempt."""
         (self.path / "adapters").mkdir(parents=True, exist_ok=True)
-        for old in (*self.checkpoints(), self.path / "best.safetensors", *(self.path / "adapters").glob("*.jsonl")):
+        scores = (self.path / "adapters").glob("*.jsonl")
+        files = (self.path / name for name in ("best.safetensors", COSTS, FEATURES, WELCOME))
+        for old in (*self.checkpoints(), *files, *scores):
             old.unlink(missing_ok=True)
         self.write("metrics.jsonl", "")
         self.write("config.toml", config)
@@ -119,12 +126,17 @@ class RunFolder:
         """All lines of metrics."""
         return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
 
-    def write(self, name: str, text: str) -> None:
+    def costs(self) -> dict[str, Any] | None:
+        """The cost ledger, if it was written yet."""
+        path = self.path / COSTS
+        return dict(json.loads(path.read_text())) if path.is_file() else None
+
+    def write(self, name: str, content: str | bytes) -> None:
         """Write a small file, all or nothing."""
         target = self.path / name
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".{target.name}.{os.getpid()}")
-        temporary.write_text(text)
+        temporary.write_bytes(content if isinstance(content, bytes) else content.encode())
         os.replace(temporary, target)
 
     def write_scores(self, adapter: str, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.projections.polar import PolarAxes
 
-from fedshift.bench.results import Result, Row, number_of, paper_of, short_name
+from fedshift.bench.features import Features, places, with_features
+from fedshift.bench.folder import FEATURES
+from fedshift.bench.results import Result, Row, clients_of, number_of, paper_of, short_name
 from fedshift.data.task import Task
 from fedshift.errors import UserError
 
 INK, SOFT = "#1f2430", "#8a90a0"
 PALETTE = ("#2b6cb0", "#dd6b20", "#2f855a", "#b83280", "#718096", "#6b46c1")
 STROKES = ("-", "--", ":", "-.")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "p", "h")
+FEWEST, MOST = 3, 20  # clients a radar needs, and names it writes around itself
 AXES = {"e": "e, weight of the global head (0: all personal, 1: all global)"}  # what some adapters tell, in words
 
 
@@ -183,6 +191,177 @@ def map_picture(result: Result, path: Path, rule: str = "best-val") -> None:
         panel.set_ylabel(down, fontsize=8, color=SOFT)
         panel.tick_params(length=0, labelcolor=INK)
     _save(figure, path)
+
+
+def radar_numbers(result: Result, rule: str = "best-val") -> dict[str, dict[int, dict[str, float]]]:
+    """Accuracy in percent by client, for every metric with at least three clients, by the number of the row."""
+    every = {
+        m: {i: own for i, row in enumerate(result.rows) if (own := clients_of(row, m, rule))} for m in result.metrics()
+    }
+    most = max((len(own) for rows in every.values() for own in rows.values()), default=0)
+    if most == 0:
+        raise UserError(f"these runs have no accuracies by client under selection rule {rule!r}")
+    if most < FEWEST:
+        raise UserError(f"a radar needs at least {FEWEST} clients tested on one stream; these runs have {most}")
+    return {metric: rows for metric, rows in every.items() if any(len(own) >= FEWEST for own in rows.values())}
+
+
+def radar_picture(result: Result, path: Path, rule: str = "best-val") -> None:
+    """Accuracy by client, an axis for each, one panel for each stream, one line for each method and adapter.
+
+    The numbers lie beside it as JSON. The centre need not be zero: it is named below.
+    """
+    numbers = radar_numbers(result, rule)
+    drawn = {_name(result.rows[i]): result.rows[i] for rows in numbers.values() for i in rows}
+    looks = _looks(list(drawn.values()))
+    figure, wheels, columns = _wheels(len(numbers), list(drawn))
+    for wheel, (metric, rows) in zip(wheels, numbers.items(), strict=True):
+        clients = list(dict.fromkeys(name for own in rows.values() for name in own))
+        angles = np.linspace(0, 2 * np.pi, len(clients), endpoint=False)
+        for i, own in rows.items():
+            values = [own.get(client, np.nan) for client in clients]
+            wheel.plot([*angles, angles[0]], [*values, values[0]], alpha=0.9, **looks[_name(result.rows[i])])
+        _web(wheel, clients, angles, [value for own in rows.values() for value in own.values()])
+        wheel.set_title(short_name(metric), color=INK, fontsize=11, y=1.11)
+    handles = [Line2D([], [], **looks[name]) for name in drawn]
+    figure.legend(handles, list(drawn), loc="lower center", ncols=columns, fontsize=9, frameon=False, handlelength=3.2)
+    _save(figure, path)
+    _write_json(path, {"selection": rule, "metrics": {m: _radar_rows(result, rows) for m, rows in numbers.items()}})
+
+
+def _wheels(count: int, names: Sequence[str]) -> tuple[Figure, list[PolarAxes], int]:
+    """A figure with so many radars, room below for a legend of these names, and its columns; all sizes in inches."""
+    across = min(count, 4)
+    width, height, side = 4.8 * across, 4.7, 3.3
+    columns = min(len(names), max(1, int(width / (0.8 + 0.078 * max(map(len, names))))))
+    room = 0.25 + 0.2 * -(-len(names) // columns)
+    down = -(-count // across)
+    whole = height * down + room
+    figure = Figure(figsize=(width, whole))
+    corners = [(4.8 * (k % across) + 0.75, room + height * (down - 1 - k // across) + 0.55) for k in range(count)]
+    boxes = [(x / width, y / whole, side / width, side / whole) for x, y in corners]
+    return figure, [cast(PolarAxes, figure.add_axes(box, projection="polar")) for box in boxes], columns
+
+
+def _looks(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """How lines look, by name: a colour and marker for each method, a pattern for each adapter, no two alike."""
+    methods = list(dict.fromkeys((row.method, row.point) for row in rows))
+    adapters = list(dict.fromkeys(row.adapter for row in rows))
+    looks: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        method, adapter = methods.index((row.method, row.point)), adapters.index(row.adapter)
+        again = method // len(PALETTE)  # how often its colour was used before
+        marker = again + adapter // len(STROKES) * -(-len(methods) // len(PALETTE))
+        looks[_name(row)] = {
+            "color": PALETTE[method % len(PALETTE)],
+            "marker": MARKERS[marker % len(MARKERS)],
+            "linestyle": STROKES[(adapter if len(adapters) > 1 else again) % len(STROKES)],
+            "linewidth": 1.5,
+            "markersize": 4,
+        }
+    return looks
+
+
+def _radar_rows(result: Result, rows: dict[int, dict[str, float]]) -> list[dict[str, Any]]:
+    named = [(result.rows[i], own) for i, own in rows.items()]
+    return [
+        {"method": row.method, "adapter": row.adapter, **dict(row.point), "seeds": list(row.seeds), "accuracy": own}
+        for row, own in named
+    ]
+
+
+def _web(panel: PolarAxes, clients: list[str], angles: np.ndarray[Any, Any], values: list[float]) -> None:
+    """Spokes with clients' names, and rings at round numbers between the lowest and the highest value."""
+    step = next(s for s in (1, 2, 5, 10, 20) if s == 20 or (max(values) - min(values)) / s <= 5)
+    low, high = step * np.floor(min(values) / step - 0.5), step * np.ceil(max(values) / step)
+    rings = np.arange(max(low, 0), high + step / 2, step)
+    every = -(-len(clients) // MOST)
+    panel.set_rlim(rings[0], rings[-1] if len(rings) > 1 else rings[0] + step)
+    panel.set_rgrids(
+        rings[1:],
+        [f"{ring:.0f}" for ring in rings[1:]],
+        angle=180 / len(clients),
+        fontsize=8,
+        color=INK,
+        zorder=3,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5},
+    )
+    panel.set_axisbelow(False)  # numbers stay legible over lines
+    panel.set_xlabel(f"accuracy, %; centre: {rings[0]:.0f}", fontsize=8, color=SOFT)
+    panel.set_theta_offset(np.pi / 2)
+    panel.set_xticks(angles[::every], clients[::every], fontsize=9, color=INK)
+    panel.tick_params(axis="x", pad=6)
+    panel.grid(color=SOFT, alpha=0.35, linewidth=0.6)
+    panel.spines["polar"].set_color(SOFT)
+    panel.spines["polar"].set_alpha(0.5)
+
+
+def tsne_picture(folder: Path, path: Path) -> None:
+    """t-SNE of the features saved with one run: the colour is the class, the marker the client.
+
+    The coordinates lie beside it as JSON.
+    """
+    made = Features.load(folder / FEATURES)
+    placed = places(made)
+    x, y, label, client = (np.array(placed[key]) for key in ("x", "y", "label", "client"))
+    shades, markers = _shades(len(made.classes)), [MARKERS[k % len(MARKERS)] for k in range(len(made.clients))]
+    figure = Figure(figsize=(7.4, 6.2), layout="constrained")
+    panel = figure.subplots()
+    for number, marker in enumerate(markers):
+        own = client == number
+        panel.scatter(x[own], y[own], c=shades[label[own]], marker=marker, s=20, alpha=0.8, linewidths=0)
+    names = [name + (" (unseen)" if name in made.unseen else "") for name in made.clients]
+    classes = [Line2D([], [], color=shade, marker="o", linestyle="") for shade in shades]
+    clients = [Line2D([], [], color=INK, marker=marker, linestyle="") for marker in markers]
+    figure.legend(*_few(classes, made.classes), loc="outside right upper", fontsize=9, frameon=False)
+    figure.legend(*_few(clients, names), loc="outside lower center", ncols=5, fontsize=9, frameon=False)
+    panel.set_xticks([])
+    panel.set_yticks([])
+    for spine in panel.spines.values():
+        spine.set_color(SOFT)
+    moment = f"seed {made.wanted.seed}, round {made.round}, stream {made.wanted.stream}"
+    panel.set_title(f"{folder.parent.name}: features by t-SNE ({moment})", color=INK, fontsize=10)
+    _save(figure, path)
+    _write_json(path, placed)
+
+
+def _shades(count: int) -> np.ndarray[Any, Any]:
+    """Colours [count, 4] that can be told apart while there are at most twenty."""
+    if count <= 20:
+        return np.array([mpl.colormaps["tab10" if count <= 10 else "tab20"](k) for k in range(count)])
+    return np.asarray(mpl.colormaps["turbo"](np.linspace(0, 1, count)))
+
+
+def _few(handles: Sequence[Line2D], names: Sequence[str]) -> tuple[list[Line2D], list[str]]:
+    """Not too many entries of a legend."""
+    more = len(names) - MOST
+    if more <= 0:
+        return list(handles), list(names)
+    return [*handles[:MOST], Line2D([], [], linestyle="")], [*names[:MOST], f"and {more} more"]
+
+
+# ---- by name -------------------------------------------------------------------------------------------------------------
+def draw(name: str, result: Result, folder: Path, rule: str = "best-val") -> list[Path]:
+    """Draw a picture of some runs by its name, into a folder; ``tsne`` goes into the folder of each run with features."""
+    of_results: dict[str, Callable[[Result, Path, str], None]] = {
+        "results": result_picture,
+        "densities": density_picture,
+        "map": map_picture,
+        "radar": radar_picture,
+    }
+    if name == "tsne":
+        made = [run / "tsne.png" for run in with_features(result.folders)]
+        for path in made:
+            tsne_picture(path.parent, path)
+        return made
+    if name not in of_results:
+        raise UserError(f"there is no picture {name!r}; there are: {', '.join([*of_results, 'tsne'])}")
+    of_results[name](result, folder / f"{name}.png", rule)
+    return [folder / f"{name}.png"]
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _options(row: Row) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from rich.table import Table
 
+from fedshift.bench.costs import costs_table
 from fedshift.bench.metrics import mean_and_std
 from fedshift.errors import UserError
 
@@ -56,6 +57,15 @@ class Row:
                 names = {name: [seed["telemetry"][name] for seed in seeds] for name in seeds[0]["telemetry"]}
                 found[metric.partition("/")[2]] = names
         return found
+
+    def by_client(self, metric: str, rule: str = "best-val") -> dict[str, float]:
+        """Accuracy in percent of every client that was tested, its mean over the seeds that tested it."""
+        seeds = [value.get("by-client", {}) for value in self.values.get((rule, metric), [])]
+        tested = {
+            name: [100 * own[name][1] / own[name][0] for own in seeds if name in own and own[name][0]]
+            for name in dict.fromkeys(name for own in seeds for name in own)
+        }
+        return {name: mean_and_std(numbers)[0] for name, numbers in tested.items() if numbers}
 
 
 @dataclass(frozen=True)
@@ -190,6 +200,14 @@ class Result:
                 )
         return table
 
+    def costs_table(self) -> Table:
+        """What every method costs, with the definitions beneath; a method's adapters share its row."""
+        sweep = list(dict.fromkeys(key for row in self.rows for key, _ in row.point))
+        first = {(row.method, row.point): row for row in reversed(self.rows)}
+        rows = [row for row in self.rows if first[row.method, row.point] is row]
+        named = [((row.method, *(_text(dict(row.point).get(key, "")) for key in sweep)), row.cost) for row in rows]
+        return costs_table(named, ("method", *sweep))
+
     def _best(self, metric: str, part: str, rule: str) -> float | None:
         plain = [row for row in self.rows if not row.bound]
         found = [number[0] for row in plain if (number := number_of(row, metric, rule, part)) is not None]
@@ -208,6 +226,11 @@ def number_of(row: Row, metric: str, rule: str, part: str) -> tuple[float, float
 def paper_of(row: Row, metric: str, rule: str) -> float | None:
     """The published number for a metric that is named without its model, or None."""
     return next((found for name in _full(metric) if (found := row.paper(name, rule)) is not None), None)
+
+
+def clients_of(row: Row, metric: str, rule: str) -> dict[str, float]:
+    """Accuracy in percent by client of a metric that is named without its model; empty if there is none."""
+    return next((found for name in _full(metric) if (found := row.by_client(name, rule))), {})
 
 
 def _full(metric: str) -> list[str]:
@@ -230,8 +253,9 @@ def _spread(values: Sequence[float], digits: int) -> str:
 
 
 def _cost_cells(cost: Mapping[str, float]) -> tuple[str, str, str]:
-    """Bytes per round and client, seconds per round."""
-    return f"{cost['bytes-up'] / 1000:.0f}", f"{cost['bytes-down'] / 1000:.0f}", f"{cost['seconds-per-round']:.2f}"
+    """Bytes per round and client, seconds per round; empty before the first round."""
+    up, down = (f"{cost[key] / 1000:.0f}" if key in cost else "" for key in ("bytes-up", "bytes-down"))
+    return up, down, f"{cost['seconds-per-round']:.2f}" if "seconds-per-round" in cost else ""
 
 
 def short_name(metric: str) -> str:

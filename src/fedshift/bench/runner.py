@@ -5,28 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import platform
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import fedshift
 from fedshift.bench.code import code_digest
 from fedshift.bench.collect import collect
+from fedshift.bench.costs import measured, published_by
+from fedshift.bench.counting import count
 from fedshift.bench.experiment import Experiment, MethodSpec
-from fedshift.bench.federation import Federation, RoundReport, State
-from fedshift.bench.folder import Progress, RunFolder, toml_text
+from fedshift.bench.folder import COSTS, RunFolder
 from fedshift.bench.job import Job
-from fedshift.bench.metrics import summarise
 from fedshift.bench.progress import Reporter, Silent
 from fedshift.bench.results import Result
 from fedshift.bench.scoring import annotate, score
 from fedshift.bench.setup import PRECISIONS, Network, Setup, make_setup, make_task, with_baselines
+from fedshift.bench.training import groups, train
 from fedshift.core import rng
 from fedshift.core.arch import Arch
 from fedshift.data.pool import Pool
@@ -64,7 +61,7 @@ def run(
     """
     say = reporter or Silent()
     compute = Compute(device_for(device), PRECISIONS[experiment.precision])
-    with steady():
+    with steady(experiment.precision == "fast"):
         jobs = list(_jobs(experiment, Path(out), network, data, say))
         _check_unfinished(jobs, resume, restart)
         chosen, worker = engine_for(
@@ -76,10 +73,12 @@ def run(
         _check_writable(Path(out), jobs)
         say.plan([(job.setup.spec.title, job.seed, job.rounds) for job in jobs], chosen, str(compute.device))
         try:
-            for job in jobs:
-                _train(job, worker, compute, resume, say)
-                score(job, worker, compute, say)
-                annotate(job)
+            for group in groups(jobs, worker, compute):
+                train(group, worker, compute, resume, say)
+                for job in group:
+                    score(job, worker, compute, say)
+                    _account(job, worker, compute, say)
+                    annotate(job)
         finally:
             worker.close()
             say.close()
@@ -87,21 +86,21 @@ def run(
 
 
 @contextmanager
-def steady() -> Iterator[None]:
+def steady(fast: bool = False) -> Iterator[None]:
     """Settings of torch while a run lasts, and what they were afterwards.
 
     One thread: a second one on a busy machine makes small networks many times slower. On CUDA only kernels that give the
-    same bits each time, and float32 that is float32.
+    same bits each time, and float32 that is float32, unless it is to be ``fast``.
     """
-    threads, cudnn = torch.get_num_threads(), torch.backends.cudnn
-    before = (cudnn.allow_tf32, cudnn.deterministic)
+    threads, cudnn, matmul = torch.get_num_threads(), torch.backends.cudnn, torch.backends.cuda.matmul
+    before = (cudnn.allow_tf32, cudnn.deterministic, matmul.allow_tf32)
     torch.set_num_threads(1)
-    cudnn.allow_tf32, cudnn.deterministic = False, True
+    cudnn.allow_tf32, cudnn.deterministic, matmul.allow_tf32 = fast, not fast, fast
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        cudnn.allow_tf32, cudnn.deterministic = before
+        cudnn.allow_tf32, cudnn.deterministic, matmul.allow_tf32 = before
 
 
 def _jobs(
@@ -184,88 +183,11 @@ def _check_writable(out: Path, jobs: Sequence[Job]) -> None:
         raise UserError(f"{out} cannot hold the runs ({error.strerror}); choose another folder with --out") from None
 
 
-# ---- training ------------------------------------------------------------------------------------------------------------
-def _train(job: Job, engine: Engine, compute: Compute, resume: bool, say: Reporter) -> None:
-    """From the start, or from the last checkpoint, to the last round."""
-    folder, variant = job.folder, job.experiment
-    title = job.title
-    if folder.done:
-        say.skip(title, job.rounds)
+def _account(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
+    """The cost ledger: what can be counted, and what all rounds, also those before an interruption, were like."""
+    if job.folder.costs() is not None:
         return
-    federation = job.federation(engine, compute, say)
-    own = job.rounds - variant.rounds
-    stated = f"{title} ({variant.rounds} rounds and {own} of its own)" if own else title
-    if resume and folder.checkpoints():
-        state, progress = folder.restore(compute.device)
-        say.begin(stated, state.round, job.rounds)
-    else:
-        state, progress = federation.start(), Progress()
-        folder.begin(toml_text(job.config))
-        say.begin(stated, 0, job.rounds)
-        folder.checkpoint(state, progress)
-    started = time.perf_counter()
-    diverged: set[str] = set()  # said once; metrics.jsonl has every round
-    while state.round < job.rounds:
-        state, report = federation.step(state)
-        folder.log(_line(state.round, report))
-        progress = replace(progress, lines=progress.lines + 1)
-        for name in (name for name in report.left_out if name not in diverged):
-            say.note(f"{title}: client {name!r} was left out of round {state.round}, its loss or update is not finite")
-        diverged |= set(report.left_out)
-        if _due(state.round, variant.evaluate.every, job.rounds):
-            progress = _validate(job, federation, state, progress)
-        if _due(state.round, variant.checkpoint_every, job.rounds):
-            folder.checkpoint(state, progress)
-        say.round(title, state.round, report.loss, progress.best)
-    if job.rounds == 0:
-        progress = _validate(job, federation, state, progress)
-        folder.checkpoint(state, progress)
-    facts = {
-        "fedshift": fedshift.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "task-hash": job.task.hash,
-        "seed": job.seed,
-        "rounds": job.rounds,
-        "extra-rounds": own,
-        "best-round": progress.best_round,
-        "device": str(compute.device),
-        "seconds": round(time.perf_counter() - started, 3),
-    }
-    folder.write("done", json.dumps(facts, indent=1) + "\n")
-
-
-def _due(round_: int, every: int, rounds: int) -> bool:
-    return round_ == rounds or (every > 0 and round_ % every == 0)
-
-
-def _line(round_: int, report: RoundReport) -> dict[str, Any]:
-    return {
-        "round": round_,
-        "train/loss": report.loss,
-        "participants": report.participants,
-        "left-out": list(report.left_out),
-        "bytes-down": report.bytes_down,
-        "bytes-up": report.bytes_up,
-        "seconds": round(report.seconds, 4),
-    }
-
-
-def _validate(job: Job, federation: Federation, state: State, progress: Progress) -> Progress:
-    """Score validation data (and test streams for the oracle), and keep the state if it is the best so far."""
-    parts = ["val", *(job.task.streams if job.experiment.evaluate.oracle else ())]
-    started = time.perf_counter()
-    scores = federation.evaluate(job.setup.plain, federation.deployed(state), parts)
-    model = job.model
-    by_part = {part: {name: score for (name, p), score in scores.items() if p == part} for part in parts}
-    line: dict[str, Any] = {"round": state.round}
-    for part, own in by_part.items():
-        line[f"{model}/{part}/clients"] = summarise(own).as_dict()
-    line["seconds"] = round(time.perf_counter() - started, 4)
-    job.folder.log(line)
-    accuracy = summarise(by_part["val"]).all
-    progress = replace(progress, lines=progress.lines + 1)
-    if accuracy > progress.best:  # never true without validation data: NaN
-        job.folder.save_best(state)
-        progress = replace(progress, best=accuracy, best_round=state.round)
-    return progress
+    say.doing(f"{job.title}: counting costs")
+    counted = count(job.federation(engine, compute, say), job.rounds)
+    costs = measured(counted, job.folder.lines(), published_by(job.folder.scores()))
+    job.folder.write(COSTS, json.dumps(costs.as_dict(), indent=1) + "\n")

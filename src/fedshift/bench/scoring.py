@@ -12,11 +12,13 @@ from typing import Any
 import fedshift
 from fedshift.bench.code import code_digest
 from fedshift.bench.experiment import AdapterSpec, Experiment
-from fedshift.bench.federation import Federation, State
-from fedshift.bench.folder import NOTES
+from fedshift.bench.features import lacking, save_features
+from fedshift.bench.federation import Federation, Settled, State
+from fedshift.bench.folder import NOTES, WELCOME
 from fedshift.bench.job import Job
 from fedshift.bench.metrics import mean_over, metric_parts, summarise
 from fedshift.bench.progress import Reporter
+from fedshift.bench.welcome import save_welcome
 from fedshift.core.registry import ADAPTERS
 from fedshift.core.tree import Tree
 from fedshift.engines.auto import Engine
@@ -24,7 +26,7 @@ from fedshift.engines.work import Compute, Density, Score
 
 
 def score(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
-    """Every adapter that has no scores yet, on the last state and on the one chosen by validation."""
+    """What is not there yet: every adapter on the last state and on the one chosen by validation, features, a welcome."""
     stored = job.folder.scores()
     found = {name: rows[0] for name, rows in stored.items() if rows}
     waiting = [spec for spec in job.setup.spec.adapters if not _scored(spec, found.get(spec.title))]
@@ -32,15 +34,21 @@ def score(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
         if spec not in waiting and (rows := _completed(stored[spec.title], spec, job.experiment)) != stored[spec.title]:
             job.folder.write_scores(spec.title, rows)
     title = job.title
-    if not waiting:
+    featured = lacking(job)
+    welcoming = not (job.folder.path / WELCOME).is_file()
+    if not waiting and not featured and not welcoming:
         return
     federation = job.federation(engine, compute, say)
-    states = {"last": job.folder.last(compute.device), "best-val": job.folder.best(compute.device)}
+    best = job.folder.best(compute.device)
+    states = {"last": job.folder.last(compute.device), "best-val": best} if waiting else {"best-val": best}
     models: dict[int, list[Served]] = {}
     for state in states.values():
         if state.round not in models:
             say.doing(f"{title}: models of round {state.round}")
-            models[state.round] = _models(job, federation, state, say)
+            settled = federation.settled(state)
+            models[state.round] = _models(job, federation, state, settled, say)
+            if welcoming and state.round == best.round:
+                save_welcome(job, federation, state, settled)
     origin = {"seed": job.seed, "task-hash": job.task.hash, "fedshift": fedshift.__version__}
     for spec in waiting:
         say.doing(f"{title}: adapter {spec.title}")
@@ -71,6 +79,10 @@ def score(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
             for row in by_round[state.round]
         ]
         job.folder.write_scores(spec.title, _completed(scored, spec, job.experiment))
+    if featured:
+        say.doing(f"{title}: features")
+        own = [served.trees for served in models[best.round] if served.model == job.model]
+        save_features(job, federation, {name: tree for trees in own for name, tree in trees.items()}, best.round, say)
 
 
 def _completed(scored: Sequence[Mapping[str, Any]], spec: AdapterSpec, experiment: Experiment) -> list[dict[str, Any]]:
@@ -91,12 +103,18 @@ def _completed(scored: Sequence[Mapping[str, Any]], spec: AdapterSpec, experimen
         if mean_of:
             rows["mean"] = _mean_row(f"{model}/mean/{population}", [by_stream[name] for name in mean_of], mean_of)
         for stream, row in rows.items():
-            usual = [stream] if population == "clients" and model != "after-local" else []
-            number = next((published[k] for k in (f"{stream}/{population}", *usual) if k in published), None)
+            number = next((published[key] for key in _paper_keys(model, stream, population) if key in published), None)
             labels = {"paper": number, "family": spec.family or None}
             plain = {key: value for key, value in row.items() if key not in labels}
             completed.append({**plain, **{key: value for key, value in labels.items() if value is not None}})
     return completed
+
+
+def _paper_keys(model: str, stream: str, population: str) -> list[str]:
+    """Under which names a published number may stand; the plain name of a stream is that of the clients who train."""
+    if model == "after-local":
+        return [f"after-local/{stream}"]
+    return [f"{stream}/{population}", *([stream] if population == "clients" else [])]
 
 
 def _mean_row(metric: str, rows: Sequence[Mapping[str, Any]], streams: Sequence[str]) -> dict[str, Any]:
@@ -130,9 +148,8 @@ class Served:
     published: int = 0  # bytes that clients gave once, at the end
 
 
-def _models(job: Job, federation: Federation, state: State, say: Reporter) -> list[Served]:
+def _models(job: Job, federation: Federation, state: State, settled: Settled, say: Reporter) -> list[Served]:
     """The models that are scored."""
-    settled = federation.settled(state)
     models = [Served(job.model, "clients", federation.deployed(state, settled), settled.published)]
     if job.experiment.evaluate.after_local:
         models.append(Served("after-local", "clients", federation.after_local(state)))

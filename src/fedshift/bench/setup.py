@@ -28,7 +28,7 @@ from fedshift.data.task import Splitting, Task, build, task_hash
 from fedshift.errors import UserError
 
 Network: TypeAlias = nn.Module | Callable[[], nn.Module]
-PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
+PRECISIONS = {"float32": torch.float32, "fast": torch.float32, "float64": torch.float64}
 
 
 def cache_folder() -> Path:
@@ -125,7 +125,10 @@ def make_setup(experiment: Experiment, spec: MethodSpec, task: Task, network: Ne
     methods: dict[str, Method] = {}
     for model in experiment.models:
         backbone = make_arch(experiment, model, spec.model, task, network)
-        arch = cls.build(backbone, spec.options())
+        # a wrong option is named before it changes the network
+        checked = with_options(cls, f"method {spec.name!r}", spec.options(), arch=backbone, train=train)
+        typed = {key: getattr(checked, key.replace("-", "_")) for key in spec.options()}
+        arch = cls.build(backbone, typed)
         made = with_options(cls, f"method {spec.name!r}", spec.options(), arch=arch, train=train)
         check_method(spec.name, made)
         methods[arch.name if arch.name not in methods else f"{arch.name}-{len(methods)}"] = made

@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from fedshift.core.arch import Arch, Output
+from fedshift.core.arch import Arch, BatchStats, Output
 from fedshift.core.method import Draw
 from fedshift.core.tree import Tensors, Tree
 
@@ -16,7 +16,7 @@ from fedshift.core.tree import Tensors, Tree
 class Forward(Protocol):
     """A method's forward pass: logits, features, inner activations, refreshed buffers of a deployed model."""
 
-    def __call__(self, deployed: Tree, x: Tensor, batch_stats: bool = False) -> Output:
+    def __call__(self, deployed: Tree, x: Tensor, batch_stats: BatchStats = False) -> Output:
         """Predict images in [0, 1]."""
 
 
@@ -78,3 +78,25 @@ class Adapter:
     def update(self, tensors: Tensors, x: Tensor) -> Tensors:
         """One differentiable adaptation step, reusable inside a training loss."""
         return tensors
+
+
+def batch_sizes(samples: int, size: int) -> list[int]:
+    """How a set is cut into batches when one sample alone is no batch: a last one joins those before it.
+
+    >>> batch_sizes(7, 3), batch_sizes(6, 3), batch_sizes(1, 3)
+    ([3, 4], [3, 3], [1])
+    """
+    full, rest = divmod(samples, size)
+    if rest == 1 and full:
+        return [*[size] * (full - 1), size + 1]
+    return [size] * full + [rest] * (rest > 0)
+
+
+def with_refreshed_statistics(forward: Forward, state: Tree, x: Tensor, batch_size: int, passes: int) -> Tree:
+    """A state whose normalisation layers have seen these images so often, in batches, with their own momentum."""
+    for _ in range(passes):
+        for images in x.split(batch_sizes(len(x), batch_size)):
+            if len(images) > 1:  # one sample has no statistics
+                buffers = forward(state, images, batch_stats=True).buffers
+                state = {**state, "model": {**state["model"], **buffers}}
+    return state

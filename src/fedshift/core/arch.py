@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,10 @@ from fedshift.errors import UserError
 
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+
+
+BatchStats: TypeAlias = bool | frozenset[str]
+"""Which normalisation layers use the batch's own statistics: all, none, or those with one of these entries."""
 
 
 class Output(NamedTuple):
@@ -52,6 +57,7 @@ class Arch:
     has_batch_norm: bool
     is_random: bool  # contains layers that draw random numbers themselves (dropout)
     has_convolution: bool
+    told: tuple[str, ...]  # buffers that a layer declares as ``told``: a refreshing pass returns them with their gradient
     mean: tuple[float, ...]
     std: tuple[float, ...]
     factory: Callable[[], nn.Module] = field(repr=False)
@@ -112,6 +118,11 @@ class Arch:
             has_batch_norm=any(isinstance(m, BATCH_NORMS) for m in module.modules()),
             is_random=_is_random(encoder, shape),
             has_convolution=any(isinstance(m, nn.modules.conv._ConvNd) for m in module.modules()),
+            told=tuple(
+                f"{prefix}.{entry}".lstrip(".")
+                for prefix, layer in module.named_modules()
+                for entry in getattr(layer, "told", ())
+            ),
             mean=tuple(mean),
             std=tuple(std),
             factory=factory,
@@ -120,6 +131,31 @@ class Arch:
             _head=head_module,
             _head_name=head_name,
         )
+
+    def changed(self, surgery: Callable[[nn.Module], nn.Module], head: str | None = None) -> Arch:
+        """This network after ``surgery`` on a copy of it; ``head`` names the last layer if it has another name now.
+
+        >>> arch = Arch.of(lambda: nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.Linear(3, 2)), (1, 2, 2))
+        >>> sorted(arch.changed(lambda net: nn.Sequential(*net[:2], nn.LayerNorm(3), net[2]), head="3").norm)
+        ['2.bias', '2.weight']
+        """
+        factory = self.factory  # the function below must not hold on to the whole description
+        return Arch.of(
+            lambda: surgery(copy.deepcopy(factory())),
+            self.input_shape,
+            self.name,
+            self._head_name if head is None else head,
+            self.mean,
+            self.std,
+        )
+
+    def layers(self, kind: type[nn.Module]) -> tuple[str, ...]:
+        """The names of the encoder's layers of one type, in its order.
+
+        >>> Arch.of(lambda: nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.Linear(3, 2)), (1, 2, 2)).layers(nn.Linear)
+        ('1',)
+        """
+        return tuple(name for name, layer in self._training.named_modules() if isinstance(layer, kind))
 
     def init(self, seed: int) -> Tensors:
         """The tensors a run with this seed starts from: parameters and buffers.
@@ -134,25 +170,33 @@ class Arch:
         return {name: leaf.detach().cpu().clone() for name, leaf in _entries(module)}
 
     def encode(
-        self, tensors: Tensors, x: Tensor, batch_stats: bool = False
+        self, tensors: Tensors, x: Tensor, batch_stats: BatchStats = False
     ) -> tuple[Tensor, dict[str, Tensor], Tensors]:
         """Features of images in [0, 1], inner activations the network chose to return, and refreshed buffers.
 
         With ``batch_stats`` normalisation layers use this batch's statistics and the refreshed running ones are
-        returned; the given tensors are never changed.
+        returned; names of entries limit this to their layers. The given tensors are never changed.
         """
         own = {name: leaf for name, leaf in tensors.items() if name in self.encoder}
         if len(own) < len(self.encoder):
             raise KeyError(f"these tensors lack parts of the encoder: {sorted(self.encoder - set(tensors))[:3]}")
-        refreshed: Tensors = {}
-        if batch_stats:
-            refreshed = {name: own[name].clone() for name in self.buffers if name in own}
-        features = functional_call(
-            self._training if batch_stats else self._inference, {**own, **refreshed}, (self.normalise(x),)
-        )
-        if isinstance(features, tuple):
-            return features[0], features[1], refreshed
-        return features, {}, refreshed
+        refreshed = {name: own[name].clone() for name in self._refreshed(batch_stats) if name in own}
+        features = functional_call(self._mode(batch_stats), {**own, **refreshed}, (self.normalise(x),))
+        features, aux = features if isinstance(features, tuple) else (features, {})
+        told = {name: refreshed[name] for name in self.told if name in refreshed}
+        return features, {**aux, **told}, {name: leaf.detach() for name, leaf in refreshed.items()}
+
+    def _refreshed(self, batch_stats: BatchStats) -> tuple[str, ...]:
+        """The buffers of the layers that use the batch's statistics, whichever of their entries were named."""
+        if isinstance(batch_stats, bool):
+            return self.buffers if batch_stats else ()
+        layers = {_layer_of(entry) for entry in batch_stats}
+        return tuple(name for name in self.buffers if _layer_of(name) in layers)
+
+    def _mode(self, batch_stats: BatchStats) -> nn.Module:
+        if isinstance(batch_stats, frozenset) and batch_stats:
+            return _partly_training(self._inference, batch_stats)
+        return self._training if batch_stats else self._inference
 
     def classify(self, tensors: Tensors, features: Tensor) -> Tensor:
         """The head alone: logits of features."""
@@ -163,7 +207,7 @@ class Arch:
         logits: Tensor = functional_call(self._head, own, (features,))
         return logits
 
-    def __call__(self, tensors: Tensors, x: Tensor, batch_stats: bool = False) -> Output:
+    def __call__(self, tensors: Tensors, x: Tensor, batch_stats: BatchStats = False) -> Output:
         """Encoder and head."""
         features, aux, buffers = self.encode(tensors, x, batch_stats)
         return Output(self.classify(tensors, features), features, aux, buffers)
@@ -220,6 +264,19 @@ def _without(module: nn.Module, head_name: str) -> nn.Module:
 def _sharing_copy(module: nn.Module) -> nn.Module:
     """A copy of the module objects that shares parameters and buffers, so train and eval mode cost no memory."""
     return copy.deepcopy(module, {id(leaf): leaf for _, leaf in _entries(module)})
+
+
+@lru_cache(maxsize=16)
+def _partly_training(inference: nn.Module, entries: frozenset[str]) -> nn.Module:
+    """A copy whose layers are in inference mode, except for the layers that have one of these entries."""
+    twin = _sharing_copy(inference)
+    for layer in {_layer_of(entry) for entry in entries}:
+        twin.get_submodule(layer).training = True  # this one, not what lies inside it
+    return twin
+
+
+def _layer_of(entry: str) -> str:
+    return entry.rpartition(".")[0]
 
 
 def _probe(shape: tuple[int, int, int]) -> Tensor:

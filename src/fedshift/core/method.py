@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.core import augment
-from fedshift.core.arch import Arch, Output
+from fedshift.core.arch import Arch, BatchStats, Output
 from fedshift.core.grad import gradient
 from fedshift.core.losses import balanced_softmax
 from fedshift.core.optim import OPTIMISERS, Optim, clip_by_norm
@@ -98,6 +98,7 @@ class Facts:
     samples: int
     histogram: Tensor  # int64 [classes] of its training labels; zeros without labels
     seed: int  # of the run and this client
+    public: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # ids of the images all hold
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,10 @@ class Method:
     def final_phases(self) -> tuple[Phase, ...]:
         """Work done once after the last aggregation, and by a client that joins later."""
         return ()
+
+    def joining_phases(self) -> tuple[Phase, ...]:
+        """Work of a client that joins later and has no labels: by default the final phases that need none."""
+        return tuple(phase for phase in self.final_phases() if not phase.labelled)
 
     def draws(self, phase: Phase) -> dict[str, Draw]:
         """Random tensors wanted in each step's batch, by name."""
@@ -247,6 +252,10 @@ class Method:
             )
         return {"model": next(iter(models.values()))}
 
+    def public_init(self, server: Tree, public: Tensor) -> Tree:
+        """The server's state where there is a public set; ``public`` are the ids of its images, in their order."""
+        return server
+
     def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
         """What goes down to this client; None is a client nobody has seen, who also gets what others published."""
         if client is None:
@@ -284,7 +293,7 @@ class Method:
             return {"model": mine["tuned"]}
         return {"model": {**mine.get("model", {}), **down["model"]}}
 
-    def forward(self, deployed: Tree, x: Tensor, batch_stats: bool = False) -> Output:
+    def forward(self, deployed: Tree, x: Tensor, batch_stats: BatchStats = False) -> Output:
         """Prediction of a deployed model."""
         return self.arch(deployed["model"], x, batch_stats)
 

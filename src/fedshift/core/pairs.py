@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch
+from fedshift.core.erasure import Eraser
 from fedshift.core.method import Method
 from fedshift.core.registry import METHODS
 from fedshift.errors import UserError
@@ -13,6 +14,7 @@ from fedshift.errors import UserError
 REASONS: Mapping[str, str] = {
     "norm": "normalisation layers (for instance [model] norm = true)",
     "batch-norm": "BatchNorm layers (for instance [model] norm = true)",
+    "erasers": "domain-shift erasers, which method 'fdse' makes of layers with BatchNorm ([model] norm = true)",
 }
 
 SLOTS: Mapping[str, str] = {
@@ -25,7 +27,8 @@ SLOTS: Mapping[str, str] = {
 
 def properties(arch: Arch) -> frozenset[str]:
     """What a network has that somebody may need."""
-    return frozenset({"norm"} if arch.norm else ()) | frozenset({"batch-norm"} if arch.has_batch_norm else ())
+    there = {"norm": bool(arch.norm), "batch-norm": arch.has_batch_norm, "erasers": bool(arch.layers(Eraser))}
+    return frozenset(name for name, has in there.items() if has)
 
 
 def missing_for_method(name: str, needs: frozenset[str], arch: Arch) -> str | None:

@@ -184,7 +184,8 @@ def write(path: Path, trees: Mapping[str, Tree], facts: Mapping[str, object] | N
                 tensors[f"{i}/{j}/{name}"] = plain.clone() if shared else plain
                 storages.add(plain.data_ptr())
     owners = [[owner, list(tree)] for owner, tree in trees.items()]
-    header = {"fedshift": json.dumps({"owners": owners, "facts": dict(facts or {})})}
+    described = {"owners": owners, "order": list(tensors), "facts": dict(facts or {})}
+    header = {"fedshift": json.dumps(described)}
     save_file(tensors, path, metadata=header)
 
 
@@ -213,7 +214,8 @@ def load(path: Path) -> tuple[dict[str, Tree], dict[str, object]]:
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {})["fedshift"])
             trees: list[Tree] = [{slot: {} for slot in slots} for _, slots in header["owners"]]
-            for key in file.keys():  # noqa: SIM118 (not a dict)
+            # as they were written: a sum over tensors in another order has other bits, and files sort their names
+            for key in header["order"]:
                 owner, slot, name = key.split("/", 2)
                 trees[int(owner)][header["owners"][int(owner)][1][int(slot)]][name] = file.get_tensor(
                     key

@@ -12,7 +12,7 @@ from fedshift.data._source_cache import cached, file_digest
 from fedshift.data.pool import Pool
 from fedshift.errors import UserError
 
-_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 
 
 def folder(request: Request) -> Pool:
@@ -20,7 +20,7 @@ def folder(request: Request) -> Pool:
     root = request.path(request.rest)
     if not root.is_dir():
         raise UserError(f'the source "{request.source}" is not a folder')
-    names, folders = _walk(root)
+    names, folders = walk(root)
     levels = _levels(request, names, folders)
     digests = dict(zip(names, in_threads(file_digest, [root / name for name in names]), strict=True))
 
@@ -33,7 +33,7 @@ def folder(request: Request) -> Pool:
     return cached(request, digests, read)
 
 
-def _walk(root: Path) -> tuple[list[str], list[str]]:
+def walk(root: Path) -> tuple[list[str], list[str]]:
     """Pictures and folders below root as sorted relative names; hidden ones are no data."""
     names: list[str] = []
     folders: list[str] = []
@@ -41,7 +41,7 @@ def _walk(root: Path) -> tuple[list[str], list[str]]:
         below[:] = sorted(name for name in below if not name.startswith((".", "__MACOSX")))
         here = Path(place).relative_to(root)
         folders += [(here / name).as_posix() for name in below]
-        pictures = [name for name in files if not name.startswith(".") and Path(name).suffix.lower() in _SUFFIXES]
+        pictures = [name for name in files if not name.startswith(".") and Path(name).suffix.lower() in SUFFIXES]
         names += [(here / name).as_posix() for name in pictures]
     return sorted(names), folders
 

@@ -21,8 +21,11 @@ MODES = {1: "L", 3: "RGB"}  # channels -> Pillow's name
 _THREADS = min(8, os.cpu_count() or 1)
 
 
-def decode(rows: Rows, size: int | None, channels: int) -> tuple[np.ndarray, dict[str, int]]:
-    """All images as uint8 [N, channels, height, width], and how many had which size and mode."""
+def decode(rows: Rows, size: int | tuple[int, int] | None, channels: int) -> tuple[np.ndarray, Counter[str]]:
+    """All images as uint8 [N, channels, height, width], and how many had which size and mode.
+
+    ``size`` is the side of a square, or width and height; None keeps what is there.
+    """
     first, _ = _picture(rows, 0, size, channels)
     shape = first.shape
     images = np.empty((len(rows.encoded), *shape), dtype=np.uint8)
@@ -41,10 +44,10 @@ def decode(rows: Rows, size: int | None, channels: int) -> tuple[np.ndarray, dic
         return kinds
 
     total: Counter[str] = sum(in_threads(some, range(0, len(images), 128)), Counter())
-    return images, dict(total.most_common(12))
+    return images, total
 
 
-def _picture(rows: Rows, i: int, size: int | None, channels: int) -> tuple[np.ndarray, str]:
+def _picture(rows: Rows, i: int, size: int | tuple[int, int] | None, channels: int) -> tuple[np.ndarray, str]:
     """One image as [channels, height, width], and what it was."""
     item = rows.encoded[i]
     try:
@@ -54,8 +57,9 @@ def _picture(rows: Rows, i: int, size: int | None, channels: int) -> tuple[np.nd
     except Exception as error:  # Pillow's readers raise whatever their parsers stumble over
         why = "its format is not known" if isinstance(error, UnidentifiedImageError) else line(error)
         raise UserError(f"the image in {rows.where(i)} cannot be decoded: {why}") from error
-    if size is not None and picture.size != (size, size):
-        picture = picture.resize((size, size), Image.Resampling.BICUBIC)
+    box = (size, size) if isinstance(size, int) else size
+    if box is not None and picture.size != box:
+        picture = picture.resize(box, Image.Resampling.BICUBIC)
     pixels = np.asarray(picture)
     return (pixels.transpose(2, 0, 1) if channels == 3 else pixels[None]), kind
 

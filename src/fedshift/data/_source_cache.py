@@ -42,7 +42,7 @@ def cached(request: Request, digests: Mapping[str, str], read: Callable[[], Rows
             "classes": len(rows.classes),
             "digest": content,
             "files": dict(digests) if len(digests) <= 100 else len(digests),
-            "original": originals,
+            "original": dict(originals.most_common(12)),
             "conversion": f"{images.shape[3]}x{images.shape[2]} {MODES[request.channels]}, {how}",
         }
         pool = pool_of(rows, images, facts)

@@ -35,7 +35,7 @@ _PATHS = re.compile(r"(?P<column>[^~]+)\.path(?:~(?P<pattern>.*))?", re.DOTALL) 
 def parquet(request: Request) -> Pool:
     paths = _parquet_files(request)
     digests = dict(zip(paths, in_threads(file_digest, list(paths.values())), strict=True))
-    return cached(request, digests, lambda: _read_parts(request, [_parquet_part(n, p) for n, p in paths.items()]))
+    return cached(request, digests, lambda: _read_parts(request, [parquet_part(n, p) for n, p in paths.items()]))
 
 
 def hub(request: Request) -> Pool:
@@ -56,7 +56,7 @@ def hub(request: Request) -> Pool:
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """One Parquet file, or one split of a hub dataset."""
 
     name: str
@@ -89,7 +89,7 @@ def _parquet_files(request: Request) -> dict[str, Path]:
     return dict(zip(numbered, found, strict=True))
 
 
-def _parquet_part(name: str, path: Path) -> _Part:
+def parquet_part(name: str, path: Path) -> Part:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -105,7 +105,7 @@ def _parquet_part(name: str, path: Path) -> _Part:
         raise UserError(f'"{name}" cannot be read as Parquet: {line(error)}') from error
     word = re.match(r"[a-z]+(?=$|[-_.])", Path(name).stem)
     split = word.group() if word and word.group() in SPLITS else None
-    return _Part(name, tuple(schema.names), _class_labels(schema.metadata or {}), read, split)
+    return Part(name, tuple(schema.names), _class_labels(schema.metadata or {}), read, split)
 
 
 def _class_labels(metadata: Mapping[bytes, bytes]) -> dict[str, tuple[str, ...]]:
@@ -118,14 +118,14 @@ def _class_labels(metadata: Mapping[bytes, bytes]) -> dict[str, tuple[str, ...]]
     return {column: tuple(map(str, names)) for column, names in found.items() if isinstance(names, list)}
 
 
-def _hub_part(split: str, data: Any) -> _Part:
+def _hub_part(split: str, data: Any) -> Part:
     named = {column: getattr(feature, "names", None) for column, feature in data.features.items()}
     names = {column: tuple(map(str, found)) for column, found in named.items() if isinstance(found, list | tuple)}
     table = data.with_format("arrow")  # pictures stay encoded: we decode them as we decode every other source's
-    return _Part(split, tuple(data.features), names, lambda columns: table[:].select(list(columns)), split, True)
+    return Part(split, tuple(data.features), names, lambda columns: table[:].select(list(columns)), split, True)
 
 
-def _roles(part: _Part, columns: Mapping[str, str] | None) -> dict[str, str]:
+def _roles(part: Part, columns: Mapping[str, str] | None) -> dict[str, str]:
     """Role -> column of this part."""
     there = ", ".join(part.columns)
     for role, named in (columns or {}).items():
@@ -142,7 +142,7 @@ def _roles(part: _Part, columns: Mapping[str, str] | None) -> dict[str, str]:
     return roles
 
 
-def _read_parts(request: Request, parts: Sequence[_Part]) -> Rows:
+def _read_parts(request: Request, parts: Sequence[Part]) -> Rows:
     roles = [_roles(part, request.columns) for part in parts]
     for part, found in zip(parts, roles, strict=True):
         if odd := sorted(set(found) ^ set(roles[0])):
@@ -175,18 +175,18 @@ def _read_parts(request: Request, parts: Sequence[_Part]) -> Rows:
         raise UserError(f"class {missing[0]!r} has no samples in {request.source}{more}")
     if "split" not in texts and (hints := _split_hints(parts, tables)) is not None:
         texts["split"] = hints
-    encoded = [item for part, found, table in triples for item in _encoded(part, found["image"], table)]
-    return Rows(encoded, where, codes, classes, texts)
+    pictures = [item for part, found, table in triples for item in encoded(part, found["image"], table)]
+    return Rows(pictures, where, codes, classes, texts)
 
 
-def _column(part: _Part, role: str, named: str) -> str:
+def _column(part: Part, role: str, named: str) -> str:
     """The column behind what ``columns`` says: only a group may be read from the paths of the pictures."""
     if role != "group" or named in part.columns or (paths := _PATHS.fullmatch(named)) is None:
         return named
     return paths.group("column")
 
 
-def _path_groups(part: _Part, named: str, table: Any) -> list[str]:
+def _path_groups(part: Part, named: str, table: Any) -> list[str]:
     """What the pattern matches in every picture's path; a path in which it matches nothing is a group of its own."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -210,7 +210,7 @@ def _path_groups(part: _Part, named: str, table: Any) -> list[str]:
     return groups
 
 
-def _texts(part: _Part, role: str, column: str, table: Any) -> list[str]:
+def _texts(part: Part, role: str, column: str, table: Any) -> list[str]:
     """A column as strings, its integers replaced by their names where the schema has them."""
     if _column(part, role, column) != column:
         return _path_groups(part, column, table)
@@ -235,7 +235,7 @@ def _texts(part: _Part, role: str, column: str, table: Any) -> list[str]:
 
 
 def _agreed_classes(
-    parts: Sequence[_Part], roles: Sequence[Mapping[str, str]], tables: Sequence[Any]
+    parts: Sequence[Part], roles: Sequence[Mapping[str, str]], tables: Sequence[Any]
 ) -> tuple[str, ...] | None:
     """The class names of the schemas, None where there are none; parts that differ cannot be one data set."""
     kinds: list[tuple[str, ...] | str] = []
@@ -251,7 +251,7 @@ def _agreed_classes(
     return kinds[0] if isinstance(kinds[0], tuple) else None
 
 
-def _split_hints(parts: Sequence[_Part], tables: Sequence[Any]) -> list[str] | None:
+def _split_hints(parts: Sequence[Part], tables: Sequence[Any]) -> list[str] | None:
     """The split of every row as the parts' names say it; None when they say nothing.
 
     A lone "train" says nothing: it is what the hub calls a data set that was never split.
@@ -267,7 +267,7 @@ def _split_hints(parts: Sequence[_Part], tables: Sequence[Any]) -> list[str] | N
     return [str(part.split) for part, table in zip(parts, tables, strict=True) for _ in range(table.num_rows)]
 
 
-def _encoded(part: _Part, column: str, table: Any) -> list[Any]:
+def encoded(part: Part, column: str, table: Any) -> list[Any]:
     """The encoded pictures of a column, without a copy."""
     import pyarrow as pa
     import pyarrow.compute as pc

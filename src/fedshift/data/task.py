@@ -31,7 +31,7 @@ from fedshift.data.streams import Scene, Setting, Stream, StreamKind
 from fedshift.errors import UserError
 
 PARTS = ("train", "val", "test")
-FORMAT = 1  # raise when the same settings would give other bytes
+FORMAT = 2  # raise when the same settings would give other bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +120,7 @@ class Splitting:
     train_limit: int = 0  # keep at most so many of every client's training images; 0: all
     unseen: float | str | tuple[str, ...] = 0.0  # a share of the clients, a name or pattern, or several
     public: float = 0.0  # share of the images set apart, unlabelled, for everybody
+    tune: bool = False  # show validation images in place of test images, to choose settings without looking at a test
 
     def __post_init__(self) -> None:
         """Refuse fractions that cannot be meant."""
@@ -131,6 +132,8 @@ class Splitting:
             raise UserError(f"[split] train + val + test must be 1, not {self.train + self.val + self.test:g}")
         if self.train_limit < 0:
             raise UserError(f"[split] train-limit must not be negative, not {self.train_limit}")
+        if self.tune and self.val == 0:
+            raise UserError("[split] tune shows validation images, but val is 0")
         if self.train_fraction == 0 or (not self.from_file and self.train == 0):
             raise UserError("[split] train and train-fraction must be positive")
         if not self.from_file and self.test == 0 and not self.unseen:
@@ -222,8 +225,11 @@ def _make(
             seen[name] = _split_client(pool, owned[name], groups, splitting, rng.seed_of(seed, "split", name))
     seen, removed = purge(seen, groups, [owned[name] for name in unseen])
     nothing = torch.zeros(0, dtype=torch.int64)
+    if splitting.tune:
+        seen = {name: (train, val, val) for name, (train, val, _) in seen.items()}
     clients = tuple(Client(name, *parts) for name, parts in seen.items())
-    strangers = tuple(Client(name, nothing, nothing, owned[name]) for name in unseen)
+    # a newcomer's images are all test images
+    strangers = () if splitting.tune else tuple(Client(name, nothing, nothing, owned[name]) for name in unseen)
     tested = splitting.from_file or splitting.test > 0
     for client in (*clients, *strangers):
         if client.name in seen and len(client.train) == 0:
@@ -233,10 +239,11 @@ def _make(
     angles = rotation.angles([client.name for client in clients], [client.name for client in strangers])
     pool = _turned(pool, (*clients, *strangers), rotation, angles)
     tests = {client.name: client.test for client in (*clients, *strangers)}
-    trained = torch.cat([part for client in clients for part in (client.train, client.val)])
+    trained = torch.cat([part for c in clients for part in (c.train, *(() if splitting.tune else (c.val,)))])
     made: dict[str, Stream] = {}
     for name, kind in streams.items():
-        made[name] = kind.make(name, Scene(pool, content, tests, frozenset(unseen), trained, dict(made), load, seed))
+        scene = Scene(pool, content, tests, frozenset(c.name for c in strangers), trained, dict(made), load, seed)
+        made[name] = kind.make(name, scene)
     counts = {"images": len(pool), "clients": len(clients), "unseen": len(strangers), "duplicates-removed": removed}
     return Task(
         images=pool.images,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedshift.core import augment, projection
-from fedshift.core.checks import not_negative, positive
+from fedshift.core.checks import in_unit_interval, not_negative, positive
 from fedshift.core.described import DescribedMethod
 from fedshift.core.losses import contrastive
 from fedshift.core.method import Batch, Draw, Facts, Now, Phase
@@ -39,18 +39,20 @@ class FedICON(DescribedMethod):
     leaves the head to step 3. The adapter ``fedicon`` goes on with the contrast at test time. Deployed: ``model`` with the
     personal head, ``generic`` the federated head, ``descriptors``, so that FedTHE's adapters can sit on it.
 
-    The paper states no temperature, views or head schedule: 0.07, MoCo-style views (``flip = false`` for digits), ten head
-    rounds and five epochs are our choice. Weights are ``n_k / N``: its equation divides by the number of clients twice.
+    The paper states no temperature, views or head schedule: MoCo-style views (``flip = false`` for digits), ten head rounds
+    and five epochs are our choice, temperature and ``head-lr`` were chosen on validation images of digits and office
+    objects. Weights are ``n_k / N``: its equation divides by the number of clients twice.
     """
 
     supervised: bool = True
-    temperature: float = 0.07
+    temperature: float = 0.1
     share: bool = True
     head_rounds: int = 10
     head_epochs: int = 5
     personal_epochs: int = 5
-    head_lr: float | None = None  # default: [train] lr
+    head_lr: float = 1.0  # features are small, because the contrast does not see their length
     flip: bool = True
+    crop: float = 0.2  # a view shows at least this share of the image
     projection: bool = False  # contrast behind two more layers, which are thrown away afterwards
 
     personal: ClassVar[bool] = True
@@ -58,7 +60,8 @@ class FedICON(DescribedMethod):
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        positive(temperature=self.temperature)
+        positive(temperature=self.temperature, crop=self.crop)
+        in_unit_interval(crop=self.crop)
         not_negative(
             head_rounds=self.head_rounds,
             head_epochs=self.head_epochs,
@@ -92,11 +95,12 @@ class FedICON(DescribedMethod):
         """The contrast between views, or the cross-entropy of the head."""
         if phase.name != "contrastive":
             return super().loss(state, tensors, batch, phase)
-        views = [augment.contrastive_views(batch["x"], numbers, self.flip) for numbers in batch["views"].unbind(1)]
+        x, numbers = batch["x"], batch["views"]
+        views = [augment.contrastive_views(x, drawn, self.flip, self.crop) for drawn in numbers.unbind(1)]
         z, _, buffers = self.arch.encode(tensors, torch.cat(views), phase.batch_stats)
         if self.projection:
             z = projection.projected(tensors, z)
-        own = torch.arange(len(batch["x"]), device=z.device)
+        own = torch.arange(len(x), device=z.device)
         groups = batch["y"] if self.supervised else own
         return contrastive(z, groups.repeat(2), self.temperature), buffers
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from fedshift.core.method import Method, Now
 from fedshift.core.registry import method
-from fedshift.core.tree import Tree
+from fedshift.core.tree import Tree, pick
 
 
 @method("fedper", paper="Federated Learning with Personalization Layers", venue="arXiv", year=2019)
@@ -26,5 +26,5 @@ class FedPer(Method):
         return self.arch.head
 
     def publish(self, mine: Tree) -> Tree:
-        """Their mean is a newcomer's start."""
-        return mine
+        """Its head, as it is served with; their mean is a newcomer's start."""
+        return {"model": pick({**mine.get("model", {}), **mine.get("tuned", {})}, self.arch.head)}

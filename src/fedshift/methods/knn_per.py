@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from fedshift.core.arch import Output
+from fedshift.core.arch import BatchStats, Output
 from fedshift.core.checks import positive
 from fedshift.core.method import Batch, Facts, Method, Now, Phase
 from fedshift.core.registry import method
@@ -97,7 +97,7 @@ class KNNPer(Method):
         like = next(iter(down["model"].values()))
         return {"model": down["model"], "memory": mine.get("memory", self._memory(like, 0))}
 
-    def forward(self, deployed: Tree, x: Tensor, batch_stats: bool = False) -> Output:
+    def forward(self, deployed: Tree, x: Tensor, batch_stats: BatchStats = False) -> Output:
         """Log-probabilities of the mixture."""
         output = super().forward(deployed, x, batch_stats)
         memory = deployed["memory"]

@@ -98,6 +98,8 @@ class ResNet20GN:
 class Basic(nn.Module):
     """Two 3x3 convolutions around a shortcut."""
 
+    last = ("conv2", "bn2")  # what a method replaces that changes one layer of every block
+
     def __init__(self, before: int, width: int, stride: int, norm: Norm) -> None:
         super().__init__()
         self.conv1, self.bn1 = _conv(before, width, 3, stride), norm(width)
@@ -112,6 +114,8 @@ class Basic(nn.Module):
 
 class Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions around a shortcut; four times as many channels leave as the inner ones have."""
+
+    last = ("conv3", "bn3")
 
     def __init__(self, before: int, width: int, stride: int, norm: Norm) -> None:
         super().__init__()

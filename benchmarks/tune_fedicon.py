@@ -1,0 +1,113 @@
+"""Choose FedICON's settings on validation images only: its temperature and rates in training, head and adaptation.
+
+    python benchmarks/tune_fedicon.py digits-covariate --device cuda
+
+Every encoder is trained once; the head's rates go on from there, and the adaptations from the best head. Nothing here sees a
+test image ([split] tune). What it prints is accuracy in per cent over the validation images, clean and corrupted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Annotated
+
+import torch
+import typer
+
+from fedshift.bench.experiment import AdapterSpec, Experiment, MethodSpec
+from fedshift.bench.federation import Federation, State
+from fedshift.bench.metrics import summarise
+from fedshift.bench.runner import steady
+from fedshift.bench.setup import Setup, make_setup, make_task
+from fedshift.data.task import Task
+from fedshift.engines.auto import Engine, device_for, engine_for
+from fedshift.engines.work import Compute
+
+
+def numbers(text: str) -> list[float]:
+    return [float(item) for item in text.split(",")]
+
+
+def trained(experiment: Experiment, setup: Setup, task: Task, engine: Engine, compute: Compute) -> State:
+    """The encoder after the experiment's rounds."""
+    federation = Federation(setup, task, engine, compute, experiment.seeds[0], experiment.rounds)
+    state = federation.start()
+    while state.round < experiment.rounds:
+        state, report = federation.step(state)
+    print(f"    contrastive loss of the last round {report.loss:.3f}", flush=True)
+    return state
+
+
+def accuracies(federation: Federation, state: State, spec: AdapterSpec) -> tuple[float, float]:
+    """Uniform means over the clients, clean and corrupted."""
+    setup = federation.setup
+    adapters = {name: setup.adapter(spec, method) for name, method in setup.methods.items()}
+    scores = federation.evaluate(adapters, federation.deployed(state), ["original", "corrupted"])
+    clean, corrupted = (
+        summarise({client: score for (client, part), score in scores.items() if part == name}).avg
+        for name in ("original", "corrupted")
+    )
+    return clean, corrupted
+
+
+def main(
+    preset: str,
+    device: str = "auto",
+    rounds: int = 100,
+    supervised: bool = True,
+    temperatures: str = "0.07,0.1,0.5",
+    rates: str = "0.01,0.05",
+    momentum: float = 0.0,
+    head_rates: str = "0.1,1.0,5.0",
+    adapt_temperatures: str = "0.07,0.1,0.5",
+    adapt_rates: str = "0.0001,0.001,0.01",
+    adapt_epochs: str = "1,5",
+    norm: Annotated[bool, typer.Option(help="BatchNorm after the convolutions")] = False,
+    flip: bool = False,
+    crop: float = 0.2,
+    fast: bool = False,
+) -> None:
+    experiment = Experiment.load(preset, overrides=["split.tune=true", f"rounds={rounds}", "seeds=[0]"])
+    compute = Compute(device_for(device), torch.float32)
+    task = make_task(experiment, 0)
+    adaptations = list(itertools.product(numbers(adapt_temperatures), numbers(adapt_rates), numbers(adapt_epochs)))
+    with steady(fast):
+        _, engine = engine_for("auto", compute, True, len(task.clients))
+        for temperature, rate in itertools.product(numbers(temperatures), numbers(rates)):
+            base = MethodSpec(
+                name="fedicon",
+                supervised=supervised,
+                temperature=temperature,
+                flip=flip,
+                crop=crop,
+                model={"norm": norm},
+                train={"lr": rate, "momentum": momentum},
+            )
+            kind = "SupCon" if supervised else "NT-Xent"
+            print(
+                f"{kind} temperature {temperature:g} rate {rate:g} momentum {momentum:g} norm {norm} crop {crop:g}",
+                flush=True,
+            )
+            encoder = trained(experiment, make_setup(experiment, base, task), task, engine, compute)
+            best: tuple[float, Federation, State] | None = None
+            for head_rate in numbers(head_rates):
+                setup = make_setup(experiment, MethodSpec(**{**base.model_dump(), "head_lr": head_rate}), task)
+                federation = Federation(setup, task, engine, compute, 0, experiment.rounds)
+                state = replace(encoder)
+                while state.round < experiment.rounds + setup.method.extra_rounds:
+                    state, _ = federation.step(state)
+                clean, corrupted = accuracies(federation, state, AdapterSpec(name="none"))
+                print(f"    head rate {head_rate:g}: clean {clean:.2f} corrupted {corrupted:.2f}", flush=True)
+                if best is None or corrupted > best[0]:
+                    best = (corrupted, federation, state)
+            assert best is not None
+            for tau, step, epochs in adaptations:
+                spec = AdapterSpec(name="fedicon", temperature=tau, lr=step, epochs=int(epochs), flip=flip, crop=crop)
+                clean, corrupted = accuracies(best[1], best[2], spec)
+                print(f"        adapt t {tau:g} lr {step:g} x{epochs:g}: {clean:.2f} {corrupted:.2f}", flush=True)
+        engine.close()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,6 @@
+"""What a trained federation has learnt, and what it took: ``fedshift inspect RUN`` and ``fedshift overhead RUN``."""
+
+from fedshift.inspect.overhead import overhead
+from fedshift.inspect.report import inspect
+
+__all__ = ["inspect", "overhead"]

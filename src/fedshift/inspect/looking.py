@@ -1,0 +1,242 @@
+"""One run looked at: features, risks and confusions of its models at its clients."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedshift.bench.features import Features, Wanted, places, positions_of, stream_of
+from fedshift.bench.federation import Federation, State
+from fedshift.bench.job import Job
+from fedshift.bench.progress import Silent
+from fedshift.core.adapter import Adapter
+from fedshift.core.tree import Tree
+from fedshift.data.streams import Setting
+from fedshift.data.task import Client, Samples, Task
+from fedshift.engines.auto import Engine
+from fedshift.engines.work import Compute, predictions
+from fedshift.errors import UserError
+from fedshift.inspect.pad import Distances, distances
+from fedshift.inspect.rebuild import state_of
+from fedshift.inspect.risk import average_risk, confusion, local_risk
+
+MODELS = ("deployed", "global")
+MOST_CLIENTS = 40  # whose pairs are compared, spread evenly over all
+MOST_POINTS = 2000  # that t-SNE places
+ANYONE = "a client nobody has seen"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What of a run is looked at."""
+
+    select: str = "best-val"
+    samples: int = 200  # images of each client whose features are compared
+    model: str = "deployed"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if self.samples < 2:
+            raise UserError(f"--samples must be at least 2, not {self.samples}")
+        if self.model not in MODELS:
+            raise UserError(f"--model must be {' or '.join(MODELS)}, not {self.model!r}")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One client: all of its test images counted, some of their features."""
+
+    client: str
+    unseen: bool
+    risk: float | None
+    confusion: Tensor  # int64 [classes, outputs]
+    features: Tensor  # float32 [n, d]
+    labels: Tensor  # of these n
+    answers: Tensor
+    positions: Tensor  # in the client's stream
+
+    @property
+    def accuracy(self) -> float:
+        """In percent."""
+        return 100 * int(self.confusion.diagonal().sum()) / int(self.confusion.sum())
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was found in one run."""
+
+    name: str  # method and sweep values
+    job: Job
+    model: str  # "global", or "personal": clients' own
+    round: int
+    wanted: Wanted
+    parts: tuple[Part, ...]
+    risks: Mapping[str, float | None]  # of all clients that trained, also those that are not among the parts
+    accuracies: Mapping[str, float]
+    distances: Distances | None
+    telemetry: Mapping[str, Mapping[str, Any]]  # what adapters told, by adapter and metric
+    notes: tuple[str, ...] = ()
+
+    @property
+    def risk(self) -> float | None:
+        """The average local risk."""
+        return average_risk(self.risks)
+
+    @property
+    def accuracy(self) -> float:
+        """AVG: the mean over clients."""
+        return statistics.fmean(self.accuracies.values())
+
+    def features(self) -> Features:
+        """The features, not more than t-SNE can place, in the shape in which runs save them."""
+        room = MOST_POINTS // len(self.parts)
+        few = [(part, _spread(len(part.labels), room)) for part in self.parts]
+        rows = [[t[chosen] for t in (p.features, p.labels, p.answers, p.positions)] for p, chosen in few]
+        features, labels, answers, positions = (torch.cat(column) for column in zip(*rows, strict=True))
+        owners = torch.tensor([number for number, (_, chosen) in enumerate(few) for _ in chosen])
+        tensors = (features, labels, answers, owners, positions)
+        names = tuple(part.client for part in self.parts)
+        unseen = tuple(part.client for part in self.parts if part.unseen)
+        return Features(*tensors, names, unseen, self.job.task.classes, self.round, self.wanted)
+
+    def places(self) -> dict[str, Any] | None:
+        """t-SNE of the features as plain numbers; None where there is nothing to place."""
+        if self.distances is None:
+            return None
+        try:
+            return places(self.features())
+        except UserError:
+            return None  # too few images
+
+
+class Heard(Silent):
+    """Keeps notes to be shown later."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        """Kept."""
+        self.notes.append(text)
+
+
+def look(
+    job: Job, name: str, wish: Wish, engine: Engine, compute: Compute, doing: Callable[[str], object] = lambda _: None
+) -> Look:
+    """Look at one run; nothing is written. ``doing`` is told what takes a moment."""
+    heard = Heard()
+    federation = job.federation(engine, compute, heard)
+    state = state_of(job.folder, wish.select, compute.device)
+    doing(f"{job.title}: models of round {state.round}")
+    model, trees = _served(job, federation, state, wish.model)
+    if wish.model != "deployed" and model == "personal":
+        heard.note(f"{job.setup.spec.title} has no global model; these are its clients' own")
+    wanted = Wanted(wish.samples, stream_of(job.task), job.seed, job.task.hash)
+    clients = [c for name in trees if len(job.task.samples(c := job.task.client(name), wanted.stream))]
+    if not any(client in job.task.clients for client in clients):
+        raise UserError(f"no client of {job.folder.path} has images in stream {wanted.stream!r}")
+    plain = {c.name: job.setup.plain[arch] for arch, members in federation.by_arch(clients).items() for c in members}
+    kept = {client.name for client in _evenly(clients, MOST_CLIENTS)}
+    doing(f"{job.title}: features")
+    every = [_part(job.task, client, plain[client.name], trees[client.name], wanted, compute) for client in clients]
+    parts = tuple(part for part in every if part.client in kept)
+    trained = [client.name for client in job.task.clients if client.name in kept]
+    why = incomparable(parts)
+    doing(f"{job.title}: distances between {len(parts)} clients")
+    found = None if why else distances({part.client: part.features for part in parts}, trained)
+    more = (f"{len(parts)} of {len(every)} clients are compared, spread evenly",) if len(parts) < len(every) else ()
+    return Look(
+        name=name,
+        job=job,
+        model=model,
+        round=state.round,
+        wanted=wanted,
+        parts=parts,
+        risks={part.client: part.risk for part in every if not part.unseen},
+        accuracies={part.client: part.accuracy for part in every if not part.unseen},
+        distances=found,
+        telemetry=told(job.folder.scores(), wish.select),
+        notes=(*heard.notes, *more, *((f"no distances and no t-SNE, because {why}",) if why else ())),
+    )
+
+
+def _served(job: Job, federation: Federation, state: State, model: str) -> tuple[str, dict[str, Tree]]:
+    """What every client, seen or not, predicts with, and whether that is a global model."""
+    if model == "global" and job.model == "personal":
+        shared = _shared(job, federation, state)
+        if shared is not None:
+            return "global", {client.name: shared for client in (*job.task.clients, *job.task.unseen)}
+    settled = federation.settled(state)
+    return job.model, {**federation.deployed(state, settled), **federation.newcomers(state, settled)}
+
+
+def _shared(job: Job, federation: Federation, state: State) -> Tree | None:
+    """The global model of a method whose clients have their own: what it would give to a client nobody has seen."""
+    if len(job.setup.methods) > 1:
+        return None
+    nothing = torch.zeros(0, dtype=torch.int64)
+    task = replace(job.task, unseen=(Client(ANYONE, nothing, nothing, nothing),))
+    own = (federation.engine, federation.compute, federation.seed, federation.rounds, federation.participation)
+    return Federation(federation.setup, task, *own).newcomers(state).get(ANYONE)
+
+
+def _part(task: Task, client: Client, adapter: Adapter, deployed: Tree, wanted: Wanted, compute: Compute) -> Part:
+    samples = task.samples(client, wanted.stream)
+    features, logits, labels = outputs(adapter, deployed, samples, compute)
+    positions = positions_of(len(samples), wanted.at_most, wanted.seed, client.name)
+    answers = logits.argmax(1)
+    return Part(
+        client.name,
+        client in task.unseen,
+        local_risk(logits, labels),
+        confusion(labels, answers, len(task.classes), logits.shape[1]),
+        features[positions],
+        labels[positions],
+        answers[positions],
+        positions,
+    )
+
+
+def outputs(adapter: Adapter, deployed: Tree, samples: Samples, compute: Compute) -> tuple[Tensor, Tensor, Tensor]:
+    """Features, logits and labels of all these images (at least one), without adaptation."""
+    shown = list(predictions(adapter, deployed, samples, Setting("stored"), 0, compute))
+    features = torch.cat([output.features.flatten(1) for output, _, _ in shown]).float().cpu()
+    logits = torch.cat([output.logits for output, _, _ in shown]).cpu()
+    return features, logits, torch.cat([labels for _, labels, _ in shown]).cpu()
+
+
+def incomparable(parts: Sequence[Part]) -> str:
+    """Why features cannot be compared; empty if they can."""
+    widths = sorted({part.features.shape[1] for part in parts})
+    if len(widths) > 1:
+        return f"networks give {' and '.join(map(str, widths))} features"
+    return "" if all(bool(part.features.isfinite().all()) for part in parts) else "features are not finite: it diverged"
+
+
+def told(scores: Mapping[str, Sequence[Mapping[str, Any]]], select: str) -> dict[str, dict[str, Any]]:
+    """What adapters told about themselves (FedTHE's ``e``), by adapter and metric, under one selection rule.
+
+    >>> told({"the": [{"selection": "last", "metric": "m", "telemetry": {"e": {"mean": 0.5}}}]}, "last")
+    {'the': {'m': {'e': {'mean': 0.5}}}}
+    """
+    found = {
+        adapter: {row["metric"]: row["telemetry"] for row in rows if row["selection"] == select and "telemetry" in row}
+        for adapter, rows in scores.items()
+    }
+    return {adapter: by_metric for adapter, by_metric in found.items() if by_metric}
+
+
+def _evenly(clients: Sequence[Client], most: int) -> list[Client]:
+    return [clients[int(i)] for i in _spread(len(clients), most)]
+
+
+def _spread(count: int, most: int) -> Tensor:
+    """At most so many of ``count`` positions, spread evenly."""
+    if count <= most:
+        return torch.arange(count)
+    return torch.arange(most) * count // most

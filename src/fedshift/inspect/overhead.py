@@ -1,0 +1,231 @@
+"""What methods take to reach an accuracy: rounds, compute, communication and memory of one client."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from fedshift.bench.collect import find_runs
+from fedshift.bench.costs import MIB, Costs, measured, short
+from fedshift.bench.features import PREFERRED
+from fedshift.bench.folder import RunFolder
+from fedshift.bench.metrics import mean_and_std, metric_parts
+from fedshift.errors import UserError
+from fedshift.inspect.rebuild import names_of
+
+WINDOW = 3  # evaluations in a moving average
+NUMBERS = ("rounds", "flops", "bytes-up", "bytes-down", "bytes", "memory-step", "memory-peak")
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What one run took, by one client that takes part in every round; None where the target is never reached."""
+
+    rounds: int | None  # R*
+    best: float | None  # the highest moving average
+    flops: float | None = None
+    bytes_up: float | None = None
+    bytes_down: float | None = None
+    memory_step: float | None = None
+    memory_peak: float | None = None
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Plain numbers; ``bytes`` is both directions.
+
+        >>> Spent(2, 70.0, bytes_up=4.0, bytes_down=8.0).as_dict()["bytes"]
+        12.0
+        """
+        both = None if self.bytes_up is None or self.bytes_down is None else self.bytes_up + self.bytes_down
+        return {
+            "rounds": self.rounds,
+            "best": self.best,
+            "flops": self.flops,
+            "bytes-up": self.bytes_up,
+            "bytes-down": self.bytes_down,
+            "bytes": both,
+            "memory-step": self.memory_step,
+            "memory-peak": self.memory_peak,
+        }
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What every method took to reach a target."""
+
+    target: float
+    stream: str  # whose accuracy it is: ``val`` or a test stream
+    runs: tuple[tuple[str, int, Spent], ...]  # name, seed and what it took
+
+    @property
+    def definition(self) -> tuple[str, ...]:
+        """What the numbers mean, in sentences."""
+        data = "validation data" if self.stream == "val" else f"test stream {self.stream!r}"
+        return (
+            f"R*: the first evaluated round whose accuracy on {data} (AVG over clients; mean of the last {WINDOW} "
+            f"evaluations, of fewer before there are {WINDOW}) is at least {self.target:g} %.",
+            "Compute: R* times the FLOPs the cost ledger counts for a client's mean round (steps x batch x 3F for plain "
+            "training, F: 2 per multiply-add of a forward pass; the first layer needs no gradient of its input), with all "
+            "extra phases and, once, the work after the last round. What the server computes is not counted.",
+            "Up, down, both: all floats a client sends and receives in rounds 1 to R*.",
+            "Memory: the most that tensors alive at once take in any step of a client; on a GPU also the most that torch "
+            "had allocated in a round, for all clients.",
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers: a row for each method (means over seeds) and for each run."""
+        runs = [{"name": name, "seed": seed, **spent.as_dict()} for name, seed, spent in self.runs]
+        head = {"target": self.target, "accuracy": self.stream, "definition": list(self.definition)}
+        return {**head, "methods": self.rows(), "runs": runs}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """For each method: how many seeds reached the target, and means over seeds if all of them did."""
+        rows: list[dict[str, Any]] = []
+        for name in dict.fromkeys(name for name, _, _ in self.runs):
+            own = [spent.as_dict() for other, _, spent in self.runs if other == name]
+            reached = [spent for spent in own if spent["rounds"] is not None]
+            means = {key: _mean([spent[key] for spent in own]) for key in NUMBERS}
+            deviation = (
+                mean_and_std([float(s["rounds"]) for s in own if s["rounds"] is not None])[1] if reached else None
+            )
+            best = _mean([spent["best"] for spent in own])
+            whole = len(reached) == len(own)
+            rows.append(
+                {
+                    "name": name,
+                    "seeds": len(own),
+                    "reached": len(reached),
+                    "best": best,
+                    **(means if whole else dict.fromkeys(NUMBERS)),
+                    "rounds-std": deviation if whole else None,
+                }
+            )
+        return rows
+
+    def table(self) -> Table:
+        """A row for each method, with the definitions beneath."""
+        rows = self.rows()
+        gpu = any(row["memory-peak"] is not None for row in rows)
+        table = Table(
+            title=f"What it takes one client to reach {self.target:g} %",
+            title_justify="left",
+            caption="\n".join(self.definition),
+            caption_justify="left",
+        )
+        table.add_column("method", overflow="fold")
+        heads = (
+            "R*",
+            "compute\nGFLOPs",
+            "up\nMiB",
+            "down\nMiB",
+            "both\nMiB",
+            "memory\nMiB",
+            *(("GPU\nMiB",) if gpu else ()),
+        )
+        for head in heads:
+            table.add_column(head, justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(row["name"], *_cells(row)[: len(heads)])
+        return table
+
+
+def overhead(path: str | Path, target: float) -> Overhead:
+    """What the finished runs in a folder took to reach ``target`` percent.
+
+    Test accuracy counts where all of them logged it (``[evaluate] oracle``), the stream ``original`` first; else validation.
+    """
+    if not 0 < target <= 100:
+        raise UserError(f"--target is an accuracy in percent, above 0 and at most 100, not {target:g}")
+    names = names_of(find_runs(Path(path)))
+    lines = {folder: RunFolder(folder).lines() for folder in names}
+    stream = common_stream(list(lines.values()))
+    runs = []
+    for folder, name in names.items():
+        stored = RunFolder(folder).costs()
+        costs = measured(Costs(), lines[folder], None) if stored is None else Costs.of(stored)
+        runs.append((name, _seed(folder), spent(lines[folder], costs, target, stream)))
+    return Overhead(target, stream, tuple(runs))
+
+
+def spent(lines: Sequence[Mapping[str, Any]], costs: Costs, target: float, stream: str = "val") -> Spent:
+    """What one run took, from its lines of metrics and its cost ledger.
+
+    >>> rounds = [{"round": r, "participants": 2, "bytes-up": 8, "bytes-down": 16} for r in (1, 2)]
+    >>> scores = [{"round": r, "global/val/clients": {"avg": a}} for r, a in ((1, 50.0), (2, 80.0))]
+    >>> spent([*rounds, *scores], Costs(flops_round=100.0), target=60)
+    Spent(rounds=2, best=65.0, flops=200.0, bytes_up=8.0, bytes_down=16.0, memory_step=None, memory_peak=None)
+    """
+    means = moving_average(accuracies(lines, stream))
+    best = max((mean for _, mean in means), default=None)
+    first = next((number for number, mean in means if mean >= target), None)
+    if first is None:
+        return Spent(None, best)
+    rounds = [line for line in lines if "bytes-up" in line and line["round"] <= first]
+    work = None if costs.flops_round is None else first * costs.flops_round + (costs.flops_end or 0)
+    return Spent(
+        rounds=first,
+        best=best,
+        flops=work,
+        bytes_up=math.fsum(line["bytes-up"] / max(line["participants"], 1) for line in rounds),
+        bytes_down=math.fsum(line["bytes-down"] / max(line["participants"], 1) for line in rounds),
+        memory_step=costs.memory_step,
+        memory_peak=costs.memory_peak,
+    )
+
+
+def accuracies(lines: Sequence[Mapping[str, Any]], stream: str) -> list[tuple[int, float]]:
+    """Round and AVG accuracy of every evaluation of this stream; those without a number are left out."""
+    wanted = (stream, "clients")
+    scored = [(line["round"], line[key]) for line in lines for key in line if metric_parts(key)[1:] == wanted]
+    return [(number, scores["avg"]) for number, scores in scored if scores["avg"] is not None]
+
+
+def moving_average(values: Sequence[tuple[int, float]], window: int = WINDOW) -> list[tuple[int, float]]:
+    """Each number replaced by the mean of the last few; the first ones have fewer.
+
+    >>> moving_average([(10, 30.0), (20, 60.0), (30, 90.0), (40, 90.0)])
+    [(10, 30.0), (20, 45.0), (30, 60.0), (40, 80.0)]
+    """
+    numbers = [number for _, number in values]
+    means = [statistics.fmean(numbers[max(0, end - window) : end]) for end in range(1, len(numbers) + 1)]
+    return [(moment, mean) for (moment, _), mean in zip(values, means, strict=True)]
+
+
+def common_stream(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+    """The test stream that all runs were scored on during training, ``original`` before others; or else ``val``."""
+    logged = [
+        list(dict.fromkeys(metric_parts(key)[1] for line in lines for key in line if key.endswith("/clients")))
+        for lines in runs
+    ]
+    shared = [name for name in logged[0] if name != "val" and all(name in others for others in logged)]
+    return PREFERRED if PREFERRED in shared else next(iter(shared), "val")
+
+
+def to_json(found: Overhead) -> str:
+    """The numbers as JSON."""
+    return json.dumps(found.as_dict(), indent=1, allow_nan=False)
+
+
+def _seed(folder: Path) -> int:
+    return int(json.loads((folder / "done").read_text())["seed"])
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(values) else None
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    if row["reached"] < row["seeds"]:
+        best = "" if row["best"] is None else f", best {row['best']:.1f}"
+        some = f"{row['reached']} of {row['seeds']} seeds" if row["reached"] else "never"
+        return [f"{some}{best}", *["-"] * (len(NUMBERS) - 1)]
+    rounds = f"{row['rounds']:g}" + (f" ±{row['rounds-std']:.1f}" if row["rounds-std"] else "")
+    sizes = {"flops": 1e9}
+    return [rounds, *("" if row[k] is None else short(row[k] / sizes.get(k, MIB)) for k in NUMBERS[1:])]

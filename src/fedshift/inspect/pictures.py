@@ -1,0 +1,174 @@
+"""Pictures of what was found in runs, as PNG: one panel, or one row, for each run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from fedshift.bench.pictures import INK, MARKERS, PALETTE, SOFT
+from fedshift.bench.pictures import _few as few
+from fedshift.bench.pictures import _save as save
+from fedshift.bench.pictures import _shades as shades
+from fedshift.inspect.looking import Look, Part
+
+WRITTEN = 12  # clients, up to which numbers are written into a map, and classes, up to which they are named
+SHOWN = 12  # clients in a row of confusion matrices
+LONG = 14  # characters of a name beside an axis
+WIDEST = 12.6  # inches of a picture: a page shows it without making its letters too small
+EMPTY = "#eef0f4"
+
+
+def pad_picture(looks: Sequence[Look], path: Path) -> None:
+    """PAD between clients, one map for each run; the last column is a client against the union of all."""
+    drawn = [(look, look.distances) for look in looks if look.distances is not None]
+    size = max(len(found.clients) for _, found in drawn)
+    side = 1.2 + (0.46 if size <= WRITTEN else 0.16) * (size + 1)
+    figure, axes = _panels(len(drawn), width=max(side, 3.0), height=max(side, 2.7))
+    for panel, (look, found) in zip(axes, drawn, strict=True):
+        rows = [[*own, found.union[name]] for name, own in zip(found.clients, found.pairs, strict=True)]
+        values = np.array([[np.nan if value is None else value for value in row] for row in rows])
+        np.fill_diagonal(values, np.nan)  # a client against itself says nothing
+        panel.imshow(values, cmap="Blues", vmin=0, vmax=2, aspect="equal")
+        panel.set_facecolor(EMPTY)
+        if size <= WRITTEN:
+            _write(panel, values)
+        panel.axvline(len(found.clients) - 0.5, color="white", linewidth=3)
+        names = [_short(name) for name in found.clients]
+        panel.set_xticks(range(len(names) + 1), [*names, "union"], rotation=90, fontsize=8 if size <= WRITTEN else 5)
+        panel.set_yticks(range(len(names)), names, fontsize=8 if size <= WRITTEN else 5)
+        mean = "" if found.mean is None else f": mean {found.mean:.2f}"
+        star = "" if found.mean_union is None else f", union {found.mean_union:.2f}"
+        panel.set_title(f"{look.name}{mean}{star}", color=INK, fontsize=9)
+        _plain(panel)
+    _scale(figure, axes, Normalize(0, 2), "proxy A-distance")
+    save(figure, path)
+
+
+def risk_picture(looks: Sequence[Look], path: Path) -> None:
+    """Every client's local risk, one panel for each run; the line is their mean."""
+    most = max(len(look.risks) for look in looks)
+    figure, axes = _panels(len(looks), width=3.1, height=0.8 + 0.26 * min(most, 40))
+    highest = max((risk for look in looks for risk in look.risks.values() if risk is not None), default=1.0)
+    for panel, look in zip(axes, looks, strict=True):
+        step = -(-len(look.risks) // 40)
+        names = list(look.risks)[::step]
+        places = np.arange(len(names))[::-1]
+        risks = [look.risks[name] for name in names]
+        panel.barh(places, [risk or 0.0 for risk in risks], color=PALETTE[0], height=0.7)
+        for place, risk in zip(places, risks, strict=True):
+            text = "not finite" if risk is None else f"{risk:.2f}"
+            paper = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the line of the mean
+            panel.text((risk or 0) + 0.02 * highest, place, text, va="center", fontsize=8, color=INK, bbox=paper)
+        mean = look.risk
+        if mean is not None:
+            panel.axvline(mean, color=PALETTE[1], linewidth=1.5, linestyle="--")
+        panel.set_title(f"{look.name}" + ("" if mean is None else f": mean {mean:.2f}"), color=INK, fontsize=9)
+        panel.set_yticks(places, [_short(name) for name in names], fontsize=8)
+        panel.set_xlim(0, 1.18 * highest or 1.0)
+        panel.tick_params(axis="x", labelsize=8)
+        panel.set_xlabel("cross-entropy, nats", fontsize=8, color=SOFT)
+        _plain(panel)
+    save(figure, path)
+
+
+def confusion_picture(looks: Sequence[Look], path: Path) -> None:
+    """What is taken for what, a row for each run and a column for each client; shades are shares of the true class."""
+    rows = [look.parts[:: -(-len(look.parts) // SHOWN)] for look in looks]
+    across, classes = max(map(len, rows)), len(looks[0].job.task.classes)
+    figure = Figure(figsize=(1.6 + 1.6 * across, 0.9 + 1.75 * len(rows)), layout="constrained")
+    grid = figure.subplots(len(rows), across, squeeze=False)
+    for row, (look, parts) in enumerate(zip(looks, rows, strict=True)):
+        for panel, part in zip(grid[row], parts, strict=False):
+            _confused(panel, part, look.job.task.classes, first=part is parts[0], last=row == len(rows) - 1)
+        grid[row, 0].set_ylabel(f"{look.name}\ntrue class", fontsize=8, color=INK)
+        for panel in grid[row, len(parts) :]:
+            panel.set_axis_off()
+    figure.supxlabel(
+        "predicted class" if classes <= WRITTEN else "predicted class, in the order of the data", fontsize=8
+    )
+    _scale(figure, list(grid.flat), Normalize(0, 100), "% of the true class")
+    save(figure, path)
+
+
+def tsne_picture(looks: Sequence[Look], placed: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """t-SNE of the features, one panel for each run: the colour is the class, the marker the client."""
+    figure, axes = _panels(len(looks), width=4.2, height=4.2)
+    for panel, look, place in zip(axes, looks, placed, strict=True):
+        x, y, label, client = (np.array(place[key]) for key in ("x", "y", "label", "client"))
+        colours = shades(len(place["classes"]))
+        for number in range(len(place["clients"])):
+            own = client == number
+            marker = MARKERS[number % len(MARKERS)]
+            panel.scatter(x[own], y[own], c=colours[label[own]], marker=marker, s=14, alpha=0.8, linewidths=0)
+        panel.set_xticks([])
+        panel.set_yticks([])
+        panel.set_title(look.name, color=INK, fontsize=10)
+        for spine in panel.spines.values():
+            spine.set_color(SOFT)
+    first = placed[0]
+    classes = [Line2D([], [], color=shade, marker="o", linestyle="") for shade in shades(len(first["classes"]))]
+    names = [_short(name) + (" (unseen)" if name in first["unseen"] else "") for name in first["clients"]]
+    clients = [Line2D([], [], color=INK, marker=MARKERS[k % len(MARKERS)], linestyle="") for k in range(len(names))]
+    figure.legend(*few(classes, first["classes"]), loc="outside right upper", fontsize=9, frameon=False)
+    columns = 4 if len(looks) == 1 else 8
+    figure.legend(*few(clients, names), loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
+    save(figure, path)
+
+
+def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
+    """A figure with so many panels, as many side by side as a page is wide; none is left empty."""
+    across = max(1, min(count, int(WIDEST / width)))
+    down = -(-count // across)
+    figure = Figure(figsize=(0.9 + width * across, 0.3 + height * down), layout="constrained")
+    axes = list(figure.subplots(down, across, squeeze=False).flat)
+    for panel in axes[count:]:
+        panel.set_axis_off()
+    return figure, axes[:count]
+
+
+def _confused(panel: Axes, part: Part, classes: Sequence[str], first: bool, last: bool) -> None:
+    """One client's matrix."""
+    counts = part.confusion.double().numpy()
+    shares = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    panel.imshow(shares, cmap="Blues", vmin=0, vmax=100, aspect="auto")
+    panel.set_title(
+        f"{_short(part.client)}{' (unseen)' if part.unseen else ''}: {part.accuracy:.0f} %", fontsize=8, color=INK
+    )
+    named = [_short(name, 6) for name in classes] if len(classes) <= WRITTEN else []
+    panel.set_xticks(range(len(named)) if last else [], named if last else [], rotation=90, fontsize=6)
+    panel.set_yticks(range(len(named)) if first else [], named if first else [], fontsize=6)
+    _plain(panel)
+
+
+def _write(panel: Axes, values: np.ndarray[Any, Any]) -> None:
+    """Numbers into a map."""
+    for (y, x), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            ink = "white" if value > 1.2 else INK
+            panel.text(x, y, f"{value:.1f}", ha="center", va="center", fontsize=7, color=ink)
+
+
+def _scale(figure: Figure, axes: Sequence[Axes], norm: Normalize, label: str) -> None:
+    """The colour bar of all panels."""
+    bar = figure.colorbar(ScalarMappable(norm, "Blues"), ax=list(axes), shrink=0.8, aspect=30, pad=0.02)
+    bar.set_label(label, fontsize=8, color=SOFT)
+    bar.ax.tick_params(labelsize=8, length=2, labelcolor=INK)
+    bar.outline.set_visible(False)
+
+
+def _plain(panel: Axes) -> None:
+    panel.tick_params(length=0, labelcolor=INK)
+    for side in ("top", "right", "left", "bottom"):
+        panel.spines[side].set_visible(False)
+
+
+def _short(name: str, most: int = LONG) -> str:
+    return name if len(name) <= most else f"{name[: most - 1]}…"

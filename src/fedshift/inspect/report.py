@@ -1,0 +1,278 @@
+"""What was found in runs, as numbers (JSON), pictures (PNG) and one page that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from rich.table import Table
+
+import fedshift
+from fedshift.bench.collect import collect, find_runs
+from fedshift.bench.folder import RunFolder
+from fedshift.bench.metrics import mean_and_std, metric_parts
+from fedshift.bench.pictures import density_picture
+from fedshift.bench.results import RULE_TEXT
+from fedshift.bench.runner import steady
+from fedshift.bench.setup import PRECISIONS, Network
+from fedshift.data.pool import Pool
+from fedshift.data.task import Task
+from fedshift.engines.auto import device_for, engine_for
+from fedshift.engines.work import Compute
+from fedshift.errors import UserError
+from fedshift.inspect.looking import Look, Wish
+from fedshift.inspect.looking import look as look_at
+from fedshift.inspect.pictures import confusion_picture, pad_picture, risk_picture, tsne_picture
+from fedshift.inspect.rebuild import SELECTIONS, names_of, rebuilt
+
+PAGE, NUMBERS = "inspect.html", "inspect.json"
+READ = {
+    "pad": "Proxy A-distance: 0 if a linear SVM cannot tell two clients' features apart, 2 if it always can; lower means "
+    "features that do not give away the client. The last column is a client against all clients' images together.",
+    "risk": "Local risk: mean cross-entropy on a client's test images; the dashed line is the mean over clients. Lower is "
+    "better, and bars of equal length mean that nobody is left behind.",
+    "confusion": "Confusion: each row is a true class, each column what it was taken for; a perfect model fills the "
+    "diagonal. The percentage is the client's accuracy.",
+    "tsne": "t-SNE of features: points of one colour (class) together and markers (clients) mixed is what one hopes for; "
+    "distances between far groups mean nothing.",
+    "weights": "What adapters told while they predicted, over all samples of a stream: for FedTHE, e is the weight of the "
+    "global head (0: only the personal one decides, 1: only the global one).",
+}
+SHORT = "PAD: 0 if a linear SVM cannot tell clients' features apart, 2 if it always can. Risk: mean cross-entropy."
+COLUMNS = {"pad": 2, "pad-union": 2, "risk": 3, "accuracy": 1}  # of the summary, and how many digits they have
+SECTIONS = {
+    "pad": "How far apart clients are",
+    "risk": "Local risk",
+    "confusion": "What is taken for what",
+    "tsne": "Features in the plane",
+    "weights": "Weights of the heads",
+}
+
+
+def inspect(
+    path: str | Path,
+    out: str | Path | None = None,
+    *,
+    samples: int = 200,
+    select: str = "best-val",
+    model: str = "deployed",
+    device: str = "auto",
+    network: Network | None = None,
+    data: Pool | Task | None = None,
+    doing: Callable[[str], object] = lambda _: None,
+) -> dict[str, Any]:
+    """Look at finished runs, write page, numbers and pictures into ``out`` (default ``RUN/inspect``); the numbers return.
+
+    ``path`` is a run folder or any folder above some; ``network`` and ``data`` are those the runs were given in Python.
+
+    >>> import tempfile
+    >>> from fedshift import Experiment, run
+    >>> tiny = Experiment(rounds=1, baselines=False, data={"size": 8}, model={"name": "mlp", "hidden": [8]})
+    >>> result = run(tiny, out=tempfile.mkdtemp(), engine="sequential")
+    >>> found = inspect(result.folders[0], samples=20)
+    >>> [entry["method"] for entry in found["runs"]]
+    ['fedavg']
+    """
+    if select not in SELECTIONS:
+        raise UserError(f"--select must be {' or '.join(SELECTIONS)}, not {select!r}")
+    wish = Wish(select, samples, model)
+    folders = find_runs(Path(path))
+    target = Path(out) if out is not None else Path(path) / "inspect"
+    if target.exists() and not target.is_dir():
+        raise UserError(f"{target} is not a folder; choose another one with --out")
+    looks = list(_looks(folders, wish, device, network, data, doing))
+    drawn = list({look.name: look for look in reversed(looks)}.values())[::-1]  # the first seed of each
+    doing("t-SNE")
+    placed = {look.job.folder.path: place for look in drawn if (place := look.places()) is not None}
+    numbers = {
+        "fedshift": fedshift.__version__,
+        "selection": select,
+        "samples": samples,
+        "read": READ,
+        "methods": summary(looks),
+        "runs": [{**as_dict(look), "tsne": placed.get(look.job.folder.path)} for look in looks],
+    }
+    doing("pictures")
+    files = _pictures(drawn, placed, folders, select)
+    page = _page(looks, drawn, files, numbers, Path(path))
+    _write(target, {**files, NUMBERS: json.dumps(numbers, allow_nan=False) + "\n", PAGE: page})
+    return numbers
+
+
+def _looks(
+    folders: Sequence[Path],
+    wish: Wish,
+    device: str,
+    network: Network | None,
+    data: Pool | Task | None,
+    doing: Callable[[str], object],
+) -> Iterable[Look]:
+    """One run after the other; runs on the same task share it."""
+    task: Task | None = None
+    where = device_for(device)
+    for path, name in names_of(folders).items():
+        doing(f"making {name} again")
+        job = rebuilt(path, task, network, data)
+        task = job.task
+        compute = Compute(where, PRECISIONS[job.experiment.precision])
+        convolutions = any(method.arch.has_convolution for method in job.setup.methods.values())
+        _, engine = engine_for("auto", compute, convolutions, len(task.clients))
+        with steady(job.experiment.precision == "fast"):
+            try:
+                yield look_at(job, name, wish, engine, compute, doing)
+            finally:
+                engine.close()
+
+
+def as_dict(look: Look) -> dict[str, Any]:
+    """One run's numbers."""
+    return {
+        "name": look.name,
+        "method": look.job.setup.spec.title,
+        **({"sweep-point": dict(look.job.point)} if look.job.point else {}),
+        "seed": look.job.seed,
+        "folder": str(look.job.folder.path),
+        "task-hash": look.job.task.hash,
+        "round": look.round,
+        "model": look.model,
+        "stream": look.wanted.stream,
+        "classes": list(look.job.task.classes),
+        "clients": [part.client for part in look.parts],
+        "unseen": [part.client for part in look.parts if part.unseen],
+        "accuracy": {"by-client": dict(look.accuracies), "mean": look.accuracy},
+        "risk": {"by-client": dict(look.risks), "mean": look.risk},
+        "pad": None if look.distances is None else look.distances.as_dict(),
+        "confusion": {part.client: part.confusion.tolist() for part in look.parts},
+        "telemetry": look.telemetry,
+        "notes": list(look.notes),
+    }
+
+
+def summary(looks: Sequence[Look]) -> list[dict[str, Any]]:
+    """Means and deviations over seeds, for every method; None where a seed has no number."""
+    rows: list[dict[str, Any]] = []
+    for name in dict.fromkeys(look.name for look in looks):
+        own = [look for look in looks if look.name == name]
+        found = [look.distances for look in own]
+        columns: dict[str, list[float | None]] = {
+            "pad": [None if d is None else d.mean for d in found],
+            "pad-union": [None if d is None else d.mean_union for d in found],
+            "risk": [look.risk for look in own],
+            "accuracy": [look.accuracy for look in own],
+        }
+        numbers = {key: _spread(values) for key, values in columns.items()}
+        rows.append({"name": name, "model": own[0].model, "seeds": [look.job.seed for look in own], **numbers})
+    return rows
+
+
+def summary_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """:func:`summary` for a terminal."""
+    table = Table(
+        title="What was learnt, means over seeds", title_justify="left", caption=SHORT, caption_justify="left"
+    )
+    table.add_column("method", overflow="fold")
+    table.add_column("model")
+    for head in ("PAD\npairs", "PAD\nunion", "local\nrisk", "accuracy\n%"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(row["name"], row["model"], *(_text(row[key], digits) for key, digits in COLUMNS.items()))
+    return table
+
+
+def _text(number: Mapping[str, float] | None, digits: int) -> str:
+    if number is None:
+        return "-"
+    return f"{number['mean']:.{digits}f}" + (f" ±{number['std']:.{digits}f}" if number["std"] else "")
+
+
+def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    mean, deviation = mean_and_std(known)
+    return {"mean": mean, "std": deviation}
+
+
+def _pictures(
+    looks: Sequence[Look], placed: dict[Path, dict[str, Any]], folders: Sequence[Path], select: str
+) -> dict[str, bytes]:
+    """PNG files by name, of what there is to draw."""
+    shown = [look for look in looks if look.job.folder.path in placed]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if any(look.distances is not None for look in looks):
+            pad_picture(looks, folder / "pad.png")
+        risk_picture(looks, folder / "risk.png")
+        confusion_picture(looks, folder / "confusion.png")
+        if shown:
+            tsne_picture(shown, [placed[look.job.folder.path] for look in shown], folder / "tsne.png")
+        if any(look.telemetry for look in looks):
+            density_picture(collect(folders), folder / "weights.png", select)
+        return {f"{key}.png": file.read_bytes() for key in SECTIONS if (file := folder / f"{key}.png").is_file()}
+
+
+def _page(
+    looks: Sequence[Look], drawn: Sequence[Look], files: dict[str, bytes], numbers: dict[str, Any], path: Path
+) -> str:
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = (resources.files("fedshift.bench") / "templates" / "inspect.html.j2").read_text()
+    images = {name.removesuffix(".png"): base64.b64encode(content).decode() for name, content in files.items()}
+    several = len(looks) > len(drawn)
+    return environment.from_string(template).render(
+        title=f"{path.resolve().name}: what was learnt",
+        path=str(path),
+        rule=RULE_TEXT[numbers["selection"]],
+        samples=numbers["samples"],
+        streams=sorted({look.wanted.stream for look in looks}),
+        rows=numbers["methods"],
+        best={key: _best(numbers["methods"], key) for key in COLUMNS},
+        personal=[look.name for look in drawn if look.model == "personal"],
+        sections=[
+            {"key": k, "title": t, "read": READ[k], "image": images[k]} for k, t in SECTIONS.items() if k in images
+        ],
+        weights=_weights(looks),
+        notes=list(dict.fromkeys(f"{look.name}: {note}" for look in looks for note in look.notes)),
+        seed=drawn[0].job.seed if several else None,
+        numbers=NUMBERS,
+    )
+
+
+def _best(rows: Sequence[dict[str, Any]], key: str) -> float | None:
+    """The best mean of a column, where there are several to choose from."""
+    known: list[float] = [row[key]["mean"] for row in rows if row[key] is not None]
+    if len(known) < 2:
+        return None
+    return max(known) if key == "accuracy" else min(known)
+
+
+def _weights(looks: Sequence[Look]) -> list[dict[str, Any]]:
+    """Means over seeds of what adapters told, by method, adapter and stream."""
+    found: dict[tuple[str, str, str, str], list[float]] = {}
+    for look in looks:
+        for adapter, by_metric in look.telemetry.items():
+            for metric, by_name in by_metric.items():
+                _, stream, population = metric_parts(metric)
+                where = stream if population == "clients" else f"{stream} ({population})"
+                for name, values in by_name.items():
+                    if values["mean"] is not None:
+                        found.setdefault((look.name, adapter, where, name), []).append(values["mean"])
+    keys = ("method", "adapter", "stream", "what")
+    return [{**dict(zip(keys, key, strict=True)), "mean": statistics.fmean(v)} for key, v in found.items()]
+
+
+def _write(folder: Path, files: dict[str, bytes | str]) -> None:
+    """All of them, each whole; the page comes last, and pictures of an earlier look that has more go."""
+    try:
+        for name, content in files.items():
+            RunFolder(folder).write(name, content)
+        for old in (folder / f"{key}.png" for key in SECTIONS if f"{key}.png" not in files):
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror}); choose another folder with --out") from None

@@ -1,0 +1,60 @@
+"""What a person is told after a client has joined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from fedshift.join.joining import Joined
+
+MOST = 30  # classes in the table
+
+
+def headline(joined: Joined) -> str:
+    """Who joined what."""
+    return (
+        f"{joined.client} joined {joined.method}, seed {joined.seed} (round {joined.round}, the best on validation), "
+        f"with adapter {joined.adapter}"
+    )
+
+
+def summary(joined: Joined) -> Table:
+    """How many images of which class, how sure, and how right where that is known."""
+    table = Table()
+    known = joined.right is not None
+    for column in ("predicted", "images", "mean confidence", *(["right in %"] if known else [])):
+        table.add_column(column, justify="left" if column == "predicted" else "right")
+    by_class: dict[str, list[int]] = {}
+    for i, item in enumerate(joined.predictions):
+        by_class.setdefault(item.label, []).append(i)
+    ranked = sorted(by_class, key=lambda label: -len(by_class[label]))
+    for label in ranked[:MOST]:
+        table.add_row(label, *_numbers(joined, by_class[label]))
+    if len(ranked) > MOST:
+        rest = [i for label in ranked[MOST:] for i in by_class[label]]
+        table.add_row(f"{len(ranked) - MOST} more classes", *_numbers(joined, rest))
+    table.add_section()
+    table.add_row("all", *_numbers(joined, range(len(joined.predictions))))
+    return table
+
+
+def _numbers(joined: Joined, members: Sequence[int]) -> list[str]:
+    sure = sum(joined.predictions[i].confidence for i in members) / len(members)
+    right = [] if joined.right is None else [f"{100 * sum(joined.right[i] for i in members) / len(members):.1f}"]
+    return [str(len(members)), f"{sure:.3f}", *right]
+
+
+def lines(joined: Joined) -> list[str]:
+    """Everything below the table."""
+    told = [f"{note[0].upper()}{note[1:]}." for note in joined.notes]
+    if joined.accuracy is not None:
+        told.append(f"Accuracy: {100 * joined.accuracy:.1f} %.")
+    told.append(
+        f"Adapters this run was scored with: {', '.join(joined.scored)}; choose with --adapter, also any other of "
+        "fedshift list adapters."
+    )
+    if len(joined.networks) > 1:
+        told.append(f"Network: {joined.network}, of {', '.join(joined.networks)}; choose with --model.")
+    folder = joined.files[0].parent
+    return [*told, f"Files in {folder}: {', '.join(path.name for path in joined.files)}"]

@@ -1,0 +1,98 @@
+"""AFL: the server trains for the worst mixture of the clients, and finds it on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from fedshift.core.checks import not_negative
+from fedshift.core.method import Batch, Method, Now, Phase
+from fedshift.core.registry import method
+from fedshift.core.simplex import projected
+from fedshift.core.tree import Tensors, Tree, weighted_mean
+
+
+@method("afl", paper="Agnostic Federated Learning", venue="ICML", year=2019)
+@dataclass(frozen=True)
+class AFL(Method):
+    """``min_w max_lambda sum_k lambda_k L_k(w)`` over the simplex, by descent in w and ascent in lambda.
+
+    A client sends ``L_k(w)``, the loss of the received model on all its training images in inference mode, and its model
+    ``w_k`` after local steps. With ``g_k = (w - w_k) / gamma_w`` the server takes ``w <- w - gamma_w sum_k lambda_k g_k``,
+    which is ``sum_k lambda_k w_k`` whatever ``gamma_w`` (``[train] lr``) is, and then
+    ``lambda <- projection of lambda + gamma_lambda L`` onto the simplex. It starts uniform, so ``gamma-lambda = 0`` is
+    FedAvg with uniform weights. Deployed is the mean of w over the rounds (``average = false``: the last one). BatchNorm
+    statistics are averaged as parameters are, by lambda and over rounds.
+
+    Deviations: local steps in place of one gradient, as in FedTTA's comparison, whose ``gamma-lambda`` is 0.3 for CIFAR,
+    0.5 for FEMNIST and 0.001 for MNIST. Who is not there in a round keeps its lambda but for the projection, and those who
+    are there are averaged by theirs, renormalised (uniformly if all of these are zero).
+    """
+
+    gamma_lambda: float = 0.3
+    average: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        not_negative(gamma_lambda=self.gamma_lambda)
+
+    # ---- the client ----------------------------------------------------------------------------------------------------
+    def phases(self, now: Now) -> tuple[Phase, ...]:
+        """Look at the received model, then train it."""
+        return (Phase(name="risk", trainable=frozenset(), batch_stats=False), Phase())
+
+    def client_init(self, down: Tree, mine: Tree) -> Tree:
+        """Nothing has been looked at."""
+        return {
+            **super().client_init(down, mine),
+            "risk": {"loss": down["model"][self.arch.parameters[0]].new_zeros(())},
+        }
+
+    def fold(self, state: Tree, batch: Batch, phase: Phase) -> Tree:
+        """The mean loss, batch by batch."""
+        loss = F.cross_entropy(self.arch(state["model"], batch["x"]).logits, batch["y"], reduction="sum")
+        return {**state, "risk": {"loss": state["risk"]["loss"] + loss / state["now"]["samples"]}}
+
+    def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
+        """The model and one number."""
+        up, kept = super().client_final(state, down, mine)
+        return {**up, "risk": state["risk"]}, kept
+
+    # ---- the server ----------------------------------------------------------------------------------------------------
+    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+        """Uniform lambda, and a mean over no rounds."""
+        server = super().server_init(models, clients)
+        share = torch.full((), 1 / len(clients), dtype=torch.float64)
+        seen = {"average": server["model"], "averaged": {"rounds": torch.zeros((), dtype=torch.int64)}}
+        return {**server, "share": dict.fromkeys(clients, share), **(seen if self.average else {})}
+
+    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
+        """The current model to train, the mean to serve with."""
+        if self.average and (now.final or client is None):
+            return {"model": server["average"]}
+        return super().broadcast(server, client, now)
+
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+        """Descent by the old lambda, ascent by the losses of the old model, and the mean goes on."""
+        share = torch.stack(list(server["share"].values()))
+        present = torch.stack([server["share"][name] for name in ups])
+        weights = torch.where(present.sum() > 0, present, 1)
+        merged = weighted_mean([up["model"] for up in ups.values()], weights / weights.sum())
+        model = {**server["model"], **merged}
+        nothing = torch.zeros_like(share[0])
+        risks = torch.stack(
+            [ups[name]["risk"]["loss"].to(share) if name in ups else nothing for name in server["share"]]
+        )
+        moved = projected(share + self.gamma_lambda * risks)
+        after = {**server, "model": model, "share": dict(zip(server["share"], moved.unbind(), strict=True))}
+        if not self.average:
+            return after
+        rounds = server["averaged"]["rounds"] + 1
+        mean, part = dict(model), 1 / rounds.double()
+        for name, leaf in model.items():
+            if leaf.is_floating_point():
+                mean[name] = torch.lerp(server["average"][name], leaf, part.to(leaf))  # exact where part is one
+        return {**after, "average": mean, "averaged": {"rounds": rounds}}

@@ -1,0 +1,116 @@
+"""FedProc: features are drawn towards the global mean feature of their class before the head is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedshift.core.checks import in_unit_interval
+from fedshift.core.method import Batch, Method, Now, Phase
+from fedshift.core.registry import method
+from fedshift.core.tree import Tensors, Tree, pick
+
+
+@method(
+    "fedproc",
+    paper="FedProc: Prototypical Contrastive Federated Learning on Non-IID data",
+    venue="Future Generation Computer Systems",
+    year=2023,
+)
+@dataclass(frozen=True)
+class FedProc(Method):
+    """FedAvg with a contrast between a feature and the classes' prototypes ``c``.
+
+    The local loss is ``a CE + (1 - a) mean -log( exp(z.c[y]) / sum_j exp(z.c[j]) )`` with normalised features z and
+    prototypes and no temperature; ``a`` rises from 0 as ``t / T`` over the rounds, or is ``alpha``, and 1 is FedAvg. After
+    its training a client sends the mean feature of each of its classes and their counts; the server's prototypes are the
+    means by count.
+
+    In the first round there are none yet. Then a client takes its own, of the received model: waiting for everybody's would
+    cost a round of messages. Classes without a prototype are left out of the sum, and their own images have no contrast; a
+    class that nobody of a round has keeps the prototype it had. Features for prototypes are those of inference.
+    """
+
+    alpha: float | None = None  # default: rises as t / T
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        in_unit_interval(alpha=self.alpha)
+
+    # ---- what a client does ------------------------------------------------------------------------------------------
+    def phases(self, now: Now) -> tuple[Phase, ...]:
+        """Train, then look at one's classes; in the first round look before too."""
+        after = Phase(name="prototypes", trainable=frozenset(), inputs="features", batch_stats=False)
+        before = Phase(name="own", trainable=frozenset(), inputs="features", batch_stats=False)
+        return (before, Phase(), after) if now.round == 0 else (Phase(), after)
+
+    def client_init(self, down: Tree, mine: Tree) -> Tree:
+        """Beside what was received, room for one's own prototypes."""
+        empty = torch.zeros_like(down["prototypes"]["global"])
+        return {**super().client_init(down, mine), "own": {"sum": empty, "count": empty[:, 0].clone()}}
+
+    def fold(self, state: Tree, batch: Batch, phase: Phase) -> Tree:
+        """Sums of features and counts, class by class."""
+        belongs = _belongs(batch["y"], self.arch.classes).to(batch["x"].dtype)
+        sums = belongs.T @ batch["x"]
+        if phase.name == "own":  # a sum has the direction of its mean
+            return {**state, "prototypes": {"global": state["prototypes"]["global"] + sums}}
+        own = state["own"]
+        return {**state, "own": {"sum": own["sum"] + sums, "count": own["count"] + belongs.sum(0)}}
+
+    def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
+        """Cross-entropy and contrast, in a proportion that changes over the rounds."""
+        output = self.outputs(tensors, batch, phase)
+        contrast = prototype_losses(output.features, batch["y"], state["prototypes"]["global"]).mean()
+        now = state["now"]
+        share = (now["round"] / now["rounds"]).clamp(max=1) if self.alpha is None else self.alpha
+        return share * F.cross_entropy(output.logits, batch["y"]) + (1 - share) * contrast, output.buffers
+
+    def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
+        """The model, the mean feature of each class and how many images it is of."""
+        own = state["own"]
+        means = own["sum"] / own["count"].clamp(min=1)[:, None]
+        return {"model": pick(state["model"], down["model"]), "own": {"mean": means, "count": own["count"]}}, mine
+
+    # ---- the server --------------------------------------------------------------------------------------------------
+    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+        """No class has a prototype yet."""
+        server = super().server_init(models, clients)
+        like = server["model"][self.arch.parameters[0]]
+        return {**server, "prototypes": {"global": like.new_zeros(self.arch.classes, self.arch.feature_size)}}
+
+    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
+        """The prototypes go down with the model; who is only going to predict needs none."""
+        down = super().broadcast(server, client, now)
+        return down if client is None else {**down, "prototypes": server["prototypes"]}
+
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+        """FedAvg, and the means of prototypes by count."""
+        counts = torch.stack([up["own"]["count"] for up in ups.values()])
+        means = torch.stack([up["own"]["mean"] for up in ups.values()])
+        total = counts.sum(0)[:, None]
+        fresh = (counts[..., None] * means).sum(0) / total.clamp(min=1)
+        prototypes = torch.where(total > 0, fresh, server["prototypes"]["global"])
+        return {**super().aggregate(server, ups, now, draws), "prototypes": {"global": prototypes}}
+
+
+def prototype_losses(features: Tensor, labels: Tensor, prototypes: Tensor) -> Tensor:
+    """``-log softmax_j(z.c[j])[y]`` for every sample over the classes with a prototype; zero without one of its own.
+
+    >>> prototype_losses(torch.ones(1, 2), torch.tensor([1]), torch.tensor([[3.0, 3.0], [3.0, 3.0], [0.0, 0.0]])).exp()
+    tensor([2.])
+    """
+    known = prototypes.abs().amax(1) > 0
+    cosines = F.normalize(features, dim=1) @ F.normalize(prototypes, dim=1).T
+    counted = known | _belongs(labels, len(prototypes))  # without one's own class the loss would be infinite
+    losses = F.cross_entropy(cosines.masked_fill(~counted, -torch.inf), labels, reduction="none")
+    return torch.where(known[labels], losses, 0)
+
+
+def _belongs(labels: Tensor, classes: int) -> Tensor:
+    """Which sample is of which class: ``[samples, classes]``."""
+    return labels[:, None] == torch.arange(classes, device=labels.device)

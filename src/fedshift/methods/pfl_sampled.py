@@ -1,0 +1,84 @@
+"""PFL-Sampled: FedPer, and a newcomer is served with the model of one training client, whichever it draws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fedshift.core import rng
+from fedshift.core.checks import positive
+from fedshift.core.method import Facts, Now
+from fedshift.core.registry import method
+from fedshift.core.tree import Tensors, Tree, pick, stack, unstack, weighted_mean
+from fedshift.methods.fedper import FedPer
+
+
+@method("pfl-sampled", paper="(baseline; PFL-Sampled in FedTTA, 2023)", venue="", year=0)
+@dataclass(frozen=True)
+class PFLSampled(FedPer):
+    """FedPer's training; at the end every client that has taken part publishes its whole model for newcomers.
+
+    The body is everybody's and at the server already, so what is published, and counted in bytes, is the private part. A
+    newcomer receives all of them and draws one from its own seed. Training clients are served as in FedPer.
+
+    ``private-layers`` is how many of the last layers with weights are private: 1 is FedPer's head. FedTTA's code shares the
+    first two layers, which leaves 2 private in its convolutional network and 1 in its MLP.
+    """
+
+    private_layers: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        positive(private_layers=self.private_layers)
+
+    def private(self, now: Now) -> frozenset[str]:
+        """The last layers; the head is the last of all."""
+        arch = self.arch
+        layers = list(dict.fromkeys(_layer(name) for name in (*arch.parameters, *arch.head)))
+        layers.sort(key=lambda layer: layer == _layer(next(iter(arch.head))))  # stable: the others keep their order
+        own = set(layers[-self.private_layers :])
+        return frozenset(name for name in (*arch.parameters, *arch.buffers) if _layer(name) in own)
+
+    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+        """A stranger draws a ticket."""
+        return {"ticket": {"seed": torch.tensor(facts.seed)}} if facts.number < 0 else super().birth(model, facts, now)
+
+    def publish(self, mine: Tree) -> Tree:
+        """The private part."""
+        return {"model": mine["model"]}
+
+    def welcome(self, server: Tree, published: Mapping[str, Tree]) -> Tree:
+        """All of them, side by side."""
+        return {**server, "members": stack(list(published.values()))["model"]} if published else server
+
+    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
+        """With all private parts for a newcomer."""
+        down = super().broadcast(server, client, now)
+        return {**down, "members": server["members"]} if client is None and "members" in server else down
+
+    def chosen(self, count: int) -> int:
+        """How many of the published models a newcomer uses."""
+        return 1
+
+    def drawn(self, down: Tree, mine: Tree) -> list[Tensors]:
+        """The private parts that a newcomer's ticket names, in client order; none for a training client."""
+        if "members" not in down or "ticket" not in mine:
+            return []
+        count = len(next(iter(down["members"].values())))
+        order = rng.permutation(int(mine["ticket"]["seed"]), count)[: self.chosen(count)]
+        members = unstack({"model": down["members"]}, count)
+        return [members[k]["model"] for k in order.sort().values.tolist()]
+
+    def deployed(self, down: Tree, mine: Tree) -> Tree:
+        """The body under what was drawn (the mean of it, where that is more than one)."""
+        own = self.drawn(down, mine)
+        if not own:
+            return super().deployed(down, mine)
+        mean = weighted_mean(own, torch.full((len(own),), 1 / len(own), dtype=torch.float64))
+        return {"model": {**down["model"], **pick(mean, own[0])}}
+
+
+def _layer(entry: str) -> str:
+    return entry.rpartition(".")[0]

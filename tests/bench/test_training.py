@@ -1,0 +1,118 @@
+"""Runs trained side by side are the runs they would have been alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedshift.bench import training
+from fedshift.bench.experiment import Experiment, MethodSpec
+from fedshift.bench.federation import Federation, step_together
+from fedshift.bench.job import Job
+from fedshift.bench.progress import Silent
+from fedshift.bench.runner import _jobs, run
+from fedshift.bench.setup import make_setup, make_task
+from fedshift.core.registry import METHODS
+from fedshift.core.tree import Tree
+from fedshift.engines.together import Together, share_images
+from fedshift.engines.vmapped import Vmapped
+from fedshift.engines.work import Compute
+
+DOUBLE = Compute(dtype=torch.float64)
+SMALL = Experiment(
+    rounds=3,
+    baselines=False,
+    data={"size": 8, "domains": ["pen", "china"]},
+    model={"name": "mlp", "hidden": [6]},
+    train={"local-epochs": 1, "batch-size": 64, "lr": 0.05},
+)
+
+
+def as_on_a_gpu(jobs: list[Job], *_: object) -> list[list[Job]]:
+    return training.stackable(jobs, 256)
+
+
+def gap(a: Tree, b: Tree) -> float:
+    assert {s: list(leaves) for s, leaves in a.items()} == {s: list(leaves) for s, leaves in b.items()}
+    gaps = [float((a[s][n].double() - b[s][n].double()).abs().max()) for s in a for n in a[s] if a[s][n].numel()]
+    return max(gaps, default=0.0)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "centralised"])
+def test_rounds_of_three_seeds_together_are_their_own_rounds(name: str) -> None:
+    tasks = [make_task(SMALL, seed) for seed in (0, 1, 2)]
+    # BatchNorm only where it is needed: it gives constant pixels a gradient of rounding noise, whose sign some methods use
+    spec = MethodSpec(name=name, model={"norm": bool(METHODS[name].make.needs)})
+
+    def federations(engine: Vmapped) -> list[Federation]:
+        setups = [make_setup(SMALL, spec, task) for task in tasks]
+        return [Federation(s, t, engine, DOUBLE, k, 3) for k, (s, t) in enumerate(zip(setups, tasks, strict=True))]
+
+    alone, joint = federations(Vmapped(DOUBLE)), federations(Vmapped(DOUBLE))
+    assert share_images([federation.training for federation in joint])
+    stack = Together([federation.training for federation in joint])
+    expected, states = [f.start() for f in alone], [f.start() for f in joint]
+    for _ in range(2):
+        expected = [f.step(state)[0] for f, state in zip(alone, expected, strict=True)]
+        after = step_together(joint, states, stack)
+        states = [state for state, _ in after]
+    for one, other in zip(expected, states, strict=True):
+        assert one.round == other.round == 2
+        assert gap(one.server, other.server) < 1e-9
+        assert one.mines.keys() == other.mines.keys()
+        assert all(gap(one.mines[client], other.mines[client]) < 1e-9 for client in one.mines)
+    assert all(report.loss > 0 or name == "knn-per" for _, report in after)
+
+
+def test_a_run_of_stacked_seeds_writes_what_single_ones_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = SMALL.model_copy(
+        update={"seeds": [0, 1], "method": [MethodSpec(name="fedavg"), MethodSpec(name="ditto")]}
+    )
+    single = run(experiment, tmp_path / "single", engine="vmapped", device="cpu")
+    monkeypatch.setattr("fedshift.bench.runner.groups", as_on_a_gpu)
+    stacked = run(experiment, tmp_path / "stacked", engine="vmapped", device="cpu")
+    assert [(row.method, row.seeds) for row in stacked.rows] == [(row.method, row.seeds) for row in single.rows]
+    assert [row.seeds for row in stacked.rows] == [(0, 1), (0, 1)]
+    for one, other in zip(single.rows, stacked.rows, strict=True):
+        assert one.values.keys() == other.values.keys()
+        for key, numbers in one.values.items():
+            for a, b in zip(numbers, other.values[key], strict=True):
+                assert a["all"] == pytest.approx(b["all"], abs=1.0)  # float32 in another order
+
+
+def test_a_run_that_lags_behind_catches_up_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two stacked runs lost its last checkpoint: both end after all rounds, with every round once in the log."""
+    experiment = SMALL.model_copy(update={"seeds": [0, 1], "checkpoint_every": 1})
+    monkeypatch.setattr("fedshift.bench.runner.groups", as_on_a_gpu)
+    first = run(experiment, tmp_path, engine="vmapped", device="cpu")
+    for folder in first.folders:
+        (folder / "done").unlink()
+    lagging = sorted(first.folders[0].glob("ckpt-*"))
+    lagging[-1].unlink()
+    second = run(experiment, tmp_path, engine="vmapped", device="cpu", resume=True)
+    assert all((folder / "done").is_file() for folder in second.folders)
+    for row, before in zip(second.rows, first.rows, strict=True):
+        assert row.number("global/original/clients", "last") == pytest.approx(
+            before.number("global/original/clients", "last"), abs=1.0
+        )
+
+
+def test_only_alike_runs_share_a_stack(tmp_path: Path) -> None:
+    swept = SMALL.model_copy(
+        update={
+            "seeds": [0, 1],
+            "method": [MethodSpec(name="fedavg"), MethodSpec(name="fedprox")],
+            "sweep": {"train.lr": [0.01, 0.1]},
+        }
+    )
+    jobs = list(_jobs(swept, tmp_path, None, None, Silent()))
+    made = training.stackable(jobs, 256)
+    assert len(jobs) == 8
+    assert sorted(len(group) for group in made) == [2, 2, 2, 2]
+    for group in made:
+        assert len({(job.setup.spec.name, str(job.point)) for job in group}) == 1
+        assert {job.seed for job in group} == {0, 1}
+    assert [len(group) for group in training.stackable(jobs, 3)] == [1] * 8
+    assert training.groups(jobs, Vmapped(Compute()), Compute()) == [[job] for job in jobs]
