@@ -27,6 +27,8 @@ from tests.presets_data import write_all
 PROTOCOLS = {"B1", "B2", "B3", "I1", "I2", "I3", "I4", "I5", "C1", "C2"}
 PROTOCOLS |= {"T1", "T2", "T3", "T4", "T5", "T6", "T7", "D1", "D2", "D3"}
 NAMES = [name for name in presets() if name != "default"]
+# FedCiR's figures with many clients
+SKEWED = [n for n in NAMES if n.startswith(("fedcir-clients", "fedcir-dirichlet", "fedcir-participation"))]
 
 # clients that train and clients nobody has seen, at full scale on the generated files
 POPULATIONS = {
@@ -42,13 +44,15 @@ POPULATIONS = {
     **dict.fromkeys([n for n in NAMES if n.startswith("domainnet")], (6, 0)),
     "domainnet-domain": (5, 1),
     "domainnet-unseen": (5, 1),
-    **dict.fromkeys([n for n in NAMES if n.startswith(("pacs", "fdse"))], (4, 0)),
+    **dict.fromkeys([n for n in NAMES if n.startswith(("pacs", "fdse", "fedcir"))], (4, 0)),
     "pacs-unseen": (3, 1),
     "fdse-ablation-domainnet": (6, 0),
     "camelyon17-feature": (5, 0),
     "iwildcam-feature": (10, 0),
     "pacs-label-skew": (50, 0),
     "domainnet-label-skew": (50, 0),
+    **dict.fromkeys([n for n in NAMES if n.startswith("fedcir") and n.endswith("domainnet")], (6, 0)),
+    **dict.fromkeys(SKEWED, (50, 0)),
     **dict.fromkeys([n for n in NAMES if n.startswith("new-clients")], (50, 50)),
     "test-size-sweep": (50, 50),
     "mixed-models": (50, 50),
@@ -65,6 +69,7 @@ SMALL_POPULATIONS = {
     "label-shift-sweep": (20, 20),
     "pacs-label-skew": (8, 0),
     "domainnet-label-skew": (12, 0),
+    **{name: (12 if name.endswith("domainnet") else 8, 0) for name in SKEWED},
 }
 # FedICON's tables and figures; those in the first line have all rows of a table
 TABLES = ["digits-covariate", "digits-domain", "office-covariate", "office-domain", "domainnet-covariate", "attribute"]
@@ -86,6 +91,11 @@ REAL = os.environ.get("FEDSHIFT_DATA")  # before the fixture below puts generate
 FEW = {
     "pacs-label-skew": ["partition.min-size=2"],
     "domainnet-label-skew": ["partition.min-size=2"],
+    **dict.fromkeys(SKEWED, ["partition.min-size=2"]),
+    **dict.fromkeys(
+        [n for n in SKEWED if n.startswith("fedcir-clients")],
+        ["partition.min-size=2", 'sweep={"partition.clients"=[10,20,50]}'],
+    ),
     "label-shift-sweep": ["partition.min-size=1"],
     "digits-scaling": ['sweep={"partition.clients-per-domain"=[1,2,4]}'],
 }
@@ -154,7 +164,7 @@ def test_small_scale_is_smaller(name: str) -> None:
     assert 1 <= len(list(small.variants())) <= max(2, len(list(full.variants())))
     assert len(small.method) <= len(full.method)
     assert {m.name for m in small.method} <= {m.name for m in full.method} | {"finetune"}
-    assert {m.name for m in full.method} & {"fedavg", "fedthe", "fdse"}
+    assert {m.name for m in full.method} & {"fedavg", "fedthe", "fdse", "fedcir"}
     work = [e.train.get("local-steps", 0) + e.train.get("local-epochs", 0) for e in (small, full)]
     images = [(e.data.limit or 1e9, e.data.size or 1e9, e.split.get("train-limit") or 1e9) for e in (small, full)]
     assert work[0] < work[1] or images[0] < images[1]

@@ -19,6 +19,7 @@ from fedshift.core import rng
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch
 from fedshift.core.erasure import with_erasers
+from fedshift.core.learned_loss import RATE, fresh
 from fedshift.core.registry import ADAPTERS
 from fedshift.core.tree import Tree, to
 from fedshift.data.streams import Setting, Stream
@@ -595,6 +596,7 @@ def everything(arch: Arch, dtype: torch.dtype = torch.float64) -> Tree:
             "rotation.weight": 0.1 * normal(4, size, seed=9, dtype=dtype),
             "rotation.bias": normal(4, seed=10, dtype=dtype),
         },
+        "learned-loss": {**fresh(model[min(arch.head)], arch.classes), RATE: torch.tensor(0.1, dtype=dtype)},
     }
 
 

@@ -100,8 +100,8 @@ def test_the_folder_of_a_run(tmp_path: Path) -> None:
     assert len(folder.name) == len("4-") + 8
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert files == sorted(
-        ["config.toml", "metrics.jsonl", "ckpt-000003.safetensors", "best.safetensors", "done", "costs.json", "welcome.safetensors",
-         "adapters/none.jsonl", "adapters/tent lr=0.01.jsonl"]
+        ["config.toml", "metrics.jsonl", "ckpt-000003.safetensors", "best.safetensors", "done", "costs.json",
+         "welcome.safetensors", "adapters/none.jsonl", "adapters/tent lr=0.01.jsonl"]
     )  # fmt: skip
     task = make_task(experiment, 4, POOL)
     config = tomllib.loads((folder / "config.toml").read_text())

@@ -327,7 +327,8 @@ def test_fedadgs_warm_up_is_fedavg_and_leaves_the_adversaries_alone() -> None:
     expected, _ = federation("fedavg", SIZED, rounds=4)
     (state, reports), (plain, told) = run(fed, 3), run(expected, 3)
     assert equal(drop(state.server["model"], GENERATOR), plain.server["model"])
-    assert equal(pick(state.server["model"], GENERATOR), pick(fed.start().server["model"], GENERATOR))
+    start = fed.start().server["model"]
+    assert far(pick(state.server["model"], GENERATOR), pick(start, GENERATOR)) < 1e-15  # the mean of equal ones
     assert [r.loss for r in reports] == [r.loss for r in told]
     for client in SIZED.clients:
         assert equal_trees(state.mines[client.name], fed._birth(client, fed.now(state)))
@@ -374,9 +375,9 @@ def test_fedadgs_generator_learns_from_the_discriminator() -> None:
     nudge[1, 2] = 1e-6
     ends = [float(loss({**live, name: live[name] + sign * nudge})[0]) for sign in (1, -1)]
     assert (ends[0] - ends[1]) / 2e-6 == pytest.approx(float(grads[name][1, 2]), abs=1e-8)
-    for _ in range(30):
+    for _ in range(100):
         grads, value, _ = gradient(loss, live)
-        live = {name: leaf - 0.5 * grads[name] for name, leaf in live.items()}
+        live = {name: leaf - 5.0 * grads[name] for name, leaf in live.items()}
     assert float(value) < 0.5 * float(first)
 
 
@@ -507,7 +508,8 @@ def test_a_fraction_of_an_ensemble_is_each_newcomers_own(layers: int) -> None:
     sampled, _ = federation("pfl-sampled", MANY, private_layers=layers)
     expected = sampled.newcomers(run(sampled)[0])
     for client, tree in smallest.newcomers(last).items():  # one of them: the same draw
-        assert torch.equal(method.forward(tree, X).logits, method.arch(expected[client]["model"], X).logits)
+        one = method.arch(expected[client]["model"], X).logits
+        assert torch.allclose(method.forward(tree, X).logits, one, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("method", ["pfl-sampled", "pfl-ensemble"])

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedshift.bench.experiment import AdapterSpec, MethodSpec
 from fedshift.bench.federation import Federation, State
@@ -20,15 +21,15 @@ from fedshift.bench.setup import Setup
 from fedshift.core.arch import Arch
 from fedshift.core.grad import gradient
 from fedshift.core.learned_loss import NAMES, RATE, SLOT
-from fedshift.core.method import Batch, Phase, Train
+from fedshift.core.method import Batch, Now, Phase, Train
 from fedshift.core.registry import METHODS
-from fedshift.core.tree import Tensors, Tree, drop, float_bytes, pick
+from fedshift.core.tree import Tensors, Tree, drop, float_bytes, pick, stack
 from fedshift.data import sources
 from fedshift.data.partition import Pathological
 from fedshift.data.task import Splitting, Task, build
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
-from fedshift.engines.work import Compute
+from fedshift.engines.work import Compute, begin
 from fedshift.methods.fedtta import FedTTA
 from fedshift.models.mlp import MLP
 from tests.conftest import refusal
@@ -186,7 +187,7 @@ def test_both_gradients_are_clipped_each_for_itself() -> None:
 def test_the_meta_gradient_is_that_of_finite_differences(kind: str, mu: float) -> None:
     """In random directions: of all of psi, all of phi, and of each tensor."""
     method = tta(ARCHS[kind][0], mu=mu)
-    state, batch, (phase,) = state_of(method), batch_of(), method.phases(None)  # type: ignore[arg-type]
+    state, batch, (phase,) = state_of(method), batch_of(), method.phases(Now(0, 1, 1))
     if mu:  # a teacher that is not the student
         state["received"] = drop(state_of(method, seed=1)["model"], NAMES)
     model = state["model"]
@@ -223,7 +224,7 @@ def test_it_is_taken_through_the_step() -> None:
 
 
 def _personal(method: FedTTA, model: Tensors, batch: Mapping[str, Tensor]) -> Tensor:
-    s = method.arch(model, batch["x"]).logits
+    s: Tensor = method.arch(model, batch["x"]).logits
     for layer in range(4):
         s = F.linear(s, model[f"{SLOT}.{layer}.weight"], model[f"{SLOT}.{layer}.bias"])
         s = s.relu() if layer < 3 else s
@@ -237,7 +238,7 @@ def test_a_loss_that_says_the_same_to_everything_leaves_the_model_alone(kind: st
     method = tta(arch, inner_weight_decay=0.0)
     state, batch = state_of(method), batch_of()
     model = {**silent(state["model"]), NAMES[-1]: torch.full((1,), bias, dtype=torch.float64)}
-    (phase,) = method.phases(None)  # type: ignore[arg-type]
+    (phase,) = method.phases(Now(0, 1, 1))
     live = pick(model, method.trainable(phase))
     grads, value, _ = gradient(lambda t: method.loss(state, {**model, **t}, batch, phase), live)
     assert float(value) == float(F.cross_entropy(arch(model, batch["x"], batch_stats=True).logits, batch["y"]))
@@ -370,6 +371,27 @@ def test_clients_at_once_are_clients_one_by_one(kind: str, mu: float) -> None:
     assert far(*ends) < 1e-12
 
 
+def test_a_step_asks_the_device_nothing() -> None:
+    """What a captured graph could not do: read a value, look for entries, bring a tensor from the host."""
+    seen: set[str] = set()
+
+    class Listening(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.add(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    method = tta(AWKWARD, mu=0.5)
+    (phase,) = method.phases(Now(0, 1, 1))
+    start = state_of(method)
+    now = {**start["now"], "lr": torch.tensor(0.1, dtype=torch.float64)}
+    state = stack([begin(method, start, phase, now)] * 2)
+    batch = {name: torch.stack([leaf, leaf.flip(0)]) for name, leaf in batch_of().items()}
+    with Listening():
+        vmap(lambda state, batch: method.step(state, batch, phase))(state, batch)
+    assert {"aten::convolution", "aten::sqrt"} <= seen
+    assert not seen & {f"aten::{name}" for name in ("_local_scalar_dense", "item", "nonzero", "lift_fresh", "equal")}
+
+
 def test_settings_that_cannot_be_meant_are_refused() -> None:
     for options in ({"mu": -1.0}, {"inner_lr": -0.1}, {"inner_weight_decay": -1.0}, {"loss_lr": -1.0}, {"clip": 0.0}):
         sentence = refusal(METHODS, "method", "fedtta", options, arch=PLAIN, train=TRAIN)
@@ -414,8 +436,6 @@ def test_a_step_without_labels_helps_clients_nobody_has_seen() -> None:
     before, after = (right(strangers, "test", name=name) for name in ("none", "fedtta"))
     assert after >= before + 0.05
     assert after > 0.6
-    more = right(strangers, "test", name="fedtta", steps=50)
-    assert more >= before  # nine images a client teach the entropy little
 
 
 def test_what_was_learnt_is_a_loss_and_not_a_direction() -> None:

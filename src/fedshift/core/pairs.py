@@ -22,6 +22,7 @@ SLOTS: Mapping[str, str] = {
     "global": "a global model beside the personal one",
     "descriptors": "feature descriptors",
     "rotation": "a rotation head",
+    "learned-loss": "a loss learnt for adapting",
 }
 
 

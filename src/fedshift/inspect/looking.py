@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from fedshift.inspect.pad import Distances, distances
 from fedshift.inspect.rebuild import state_of
 from fedshift.inspect.risk import average_risk, confusion, local_risk
 
+T = TypeVar("T")
 MODELS = ("deployed", "global")
 MOST_CLIENTS = 40  # whose pairs are compared, spread evenly over all
 MOST_POINTS = 2000  # that t-SNE places
@@ -95,7 +96,7 @@ class Look:
     def features(self) -> Features:
         """The features, not more than t-SNE can place, in the shape in which runs save them."""
         room = MOST_POINTS // len(self.parts)
-        few = [(part, _spread(len(part.labels), room)) for part in self.parts]
+        few = [(part, evenly(range(len(part.labels)), room)) for part in self.parts]
         rows = [[t[chosen] for t in (p.features, p.labels, p.answers, p.positions)] for p, chosen in few]
         features, labels, answers, positions = (torch.cat(column) for column in zip(*rows, strict=True))
         owners = torch.tensor([number for number, (_, chosen) in enumerate(few) for _ in chosen])
@@ -141,7 +142,7 @@ def look(
     if not any(client in job.task.clients for client in clients):
         raise UserError(f"no client of {job.folder.path} has images in stream {wanted.stream!r}")
     plain = {c.name: job.setup.plain[arch] for arch, members in federation.by_arch(clients).items() for c in members}
-    kept = {client.name for client in _evenly(clients, MOST_CLIENTS)}
+    kept = {client.name for client in evenly(clients, MOST_CLIENTS)}
     doing(f"{job.title}: features")
     every = [_part(job.task, client, plain[client.name], trees[client.name], wanted, compute) for client in clients]
     parts = tuple(part for part in every if part.client in kept)
@@ -231,12 +232,10 @@ def told(scores: Mapping[str, Sequence[Mapping[str, Any]]], select: str) -> dict
     return {adapter: by_metric for adapter, by_metric in found.items() if by_metric}
 
 
-def _evenly(clients: Sequence[Client], most: int) -> list[Client]:
-    return [clients[int(i)] for i in _spread(len(clients), most)]
+def evenly(items: Sequence[T], most: int) -> list[T]:
+    """All of a few items, or so many of them, spread evenly.
 
-
-def _spread(count: int, most: int) -> Tensor:
-    """At most so many of ``count`` positions, spread evenly."""
-    if count <= most:
-        return torch.arange(count)
-    return torch.arange(most) * count // most
+    >>> evenly("abcdef", 3), evenly("ab", 3)
+    (['a', 'c', 'e'], ['a', 'b'])
+    """
+    return list(items) if len(items) <= most else [items[k * len(items) // most] for k in range(most)]

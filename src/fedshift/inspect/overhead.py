@@ -12,13 +12,12 @@ from typing import Any
 
 from rich.table import Table
 
-from fedshift.bench.collect import find_runs
 from fedshift.bench.costs import MIB, Costs, measured, short
 from fedshift.bench.features import PREFERRED
 from fedshift.bench.folder import RunFolder
 from fedshift.bench.metrics import mean_and_std, metric_parts
 from fedshift.errors import UserError
-from fedshift.inspect.rebuild import names_of
+from fedshift.inspect.rebuild import finished, names_of
 
 WINDOW = 3  # evaluations in a moving average
 NUMBERS = ("rounds", "flops", "bytes-up", "bytes-down", "bytes", "memory-step", "memory-peak")
@@ -142,15 +141,23 @@ def overhead(path: str | Path, target: float) -> Overhead:
     """
     if not 0 < target <= 100:
         raise UserError(f"--target is an accuracy in percent, above 0 and at most 100, not {target:g}")
-    names = names_of(find_runs(Path(path)))
-    lines = {folder: RunFolder(folder).lines() for folder in names}
-    stream = common_stream(list(lines.values()))
-    runs = []
-    for folder, name in names.items():
-        stored = RunFolder(folder).costs()
-        costs = measured(Costs(), lines[folder], None) if stored is None else Costs.of(stored)
-        runs.append((name, _seed(folder), spent(lines[folder], costs, target, stream)))
+    names = names_of(finished(Path(path)))
+    ledgers = {folder: _ledger(RunFolder(folder)) for folder in names}
+    stream = common_stream([lines for _, lines, _ in ledgers.values()])
+    runs = [
+        (names[folder], seed, spent(lines, costs, target, stream)) for folder, (seed, lines, costs) in ledgers.items()
+    ]
     return Overhead(target, stream, tuple(runs))
+
+
+def _ledger(folder: RunFolder) -> tuple[int, list[dict[str, Any]], Costs]:
+    """A run's seed, its lines of metrics and its costs; of a run that has no ledger, what its rounds tell."""
+    try:
+        lines, stored = folder.lines(), folder.costs()
+        seed = int(json.loads((folder.path / "done").read_text())["seed"])
+    except (OSError, ValueError, LookupError) as error:
+        raise UserError(f"the run {folder.path} is damaged ({error})") from None
+    return seed, lines, measured(Costs(), lines, None) if stored is None else Costs.of(stored)
 
 
 def spent(lines: Sequence[Mapping[str, Any]], costs: Costs, target: float, stream: str = "val") -> Spent:
@@ -210,10 +217,6 @@ def common_stream(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
 def to_json(found: Overhead) -> str:
     """The numbers as JSON."""
     return json.dumps(found.as_dict(), indent=1, allow_nan=False)
-
-
-def _seed(folder: Path) -> int:
-    return int(json.loads((folder / "done").read_text())["seed"])
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -17,10 +17,11 @@ from fedshift.bench.pictures import INK, MARKERS, PALETTE, SOFT
 from fedshift.bench.pictures import _few as few
 from fedshift.bench.pictures import _save as save
 from fedshift.bench.pictures import _shades as shades
-from fedshift.inspect.looking import Look, Part
+from fedshift.inspect.looking import Look, Part, evenly
 
 WRITTEN = 12  # clients, up to which numbers are written into a map, and classes, up to which they are named
-SHOWN = 12  # clients in a row of confusion matrices
+SHOWN = 8  # clients in a row of confusion matrices
+BARS = 40  # of one panel
 LONG = 14  # characters of a name beside an axis
 WIDEST = 12.6  # inches of a picture: a page shows it without making its letters too small
 EMPTY = "#eef0f4"
@@ -41,7 +42,7 @@ def pad_picture(looks: Sequence[Look], path: Path) -> None:
         if size <= WRITTEN:
             _write(panel, values)
         panel.axvline(len(found.clients) - 0.5, color="white", linewidth=3)
-        names = [_short(name) for name in found.clients]
+        names = [_named(part) for part in look.parts]
         panel.set_xticks(range(len(names) + 1), [*names, "union"], rotation=90, fontsize=8 if size <= WRITTEN else 5)
         panel.set_yticks(range(len(names)), names, fontsize=8 if size <= WRITTEN else 5)
         mean = "" if found.mean is None else f": mean {found.mean:.2f}"
@@ -54,12 +55,11 @@ def pad_picture(looks: Sequence[Look], path: Path) -> None:
 
 def risk_picture(looks: Sequence[Look], path: Path) -> None:
     """Every client's local risk, one panel for each run; the line is their mean."""
-    most = max(len(look.risks) for look in looks)
-    figure, axes = _panels(len(looks), width=3.1, height=0.8 + 0.26 * min(most, 40))
+    most = min(BARS, max(len(look.risks) for look in looks))
+    figure, axes = _panels(len(looks), width=3.1, height=0.8 + 0.26 * most)
     highest = max((risk for look in looks for risk in look.risks.values() if risk is not None), default=1.0)
     for panel, look in zip(axes, looks, strict=True):
-        step = -(-len(look.risks) // 40)
-        names = list(look.risks)[::step]
+        names = evenly(list(look.risks), BARS)
         places = np.arange(len(names))[::-1]
         risks = [look.risks[name] for name in names]
         panel.barh(places, [risk or 0.0 for risk in risks], color=PALETTE[0], height=0.7)
@@ -73,6 +73,7 @@ def risk_picture(looks: Sequence[Look], path: Path) -> None:
         panel.set_title(f"{look.name}" + ("" if mean is None else f": mean {mean:.2f}"), color=INK, fontsize=9)
         panel.set_yticks(places, [_short(name) for name in names], fontsize=8)
         panel.set_xlim(0, 1.18 * highest or 1.0)
+        panel.set_ylim(-0.7, len(names) - 0.3)
         panel.tick_params(axis="x", labelsize=8)
         panel.set_xlabel("cross-entropy, nats", fontsize=8, color=SOFT)
         _plain(panel)
@@ -81,9 +82,9 @@ def risk_picture(looks: Sequence[Look], path: Path) -> None:
 
 def confusion_picture(looks: Sequence[Look], path: Path) -> None:
     """What is taken for what, a row for each run and a column for each client; shades are shares of the true class."""
-    rows = [look.parts[:: -(-len(look.parts) // SHOWN)] for look in looks]
+    rows = [evenly(look.parts, SHOWN) for look in looks]
     across, classes = max(map(len, rows)), len(looks[0].job.task.classes)
-    figure = Figure(figsize=(1.6 + 1.6 * across, 0.9 + 1.75 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(1.5 + 1.5 * across, 0.9 + 1.65 * len(rows)), layout="constrained")
     grid = figure.subplots(len(rows), across, squeeze=False)
     for row, (look, parts) in enumerate(zip(looks, rows, strict=True)):
         for panel, part in zip(grid[row], parts, strict=False):
@@ -100,7 +101,8 @@ def confusion_picture(looks: Sequence[Look], path: Path) -> None:
 
 def tsne_picture(looks: Sequence[Look], placed: Sequence[Mapping[str, Any]], path: Path) -> None:
     """t-SNE of the features, one panel for each run: the colour is the class, the marker the client."""
-    figure, axes = _panels(len(looks), width=4.2, height=4.2)
+    side = 6.0 if len(looks) == 1 else 4.2
+    figure, axes = _panels(len(looks), width=side, height=side)
     for panel, look, place in zip(axes, looks, placed, strict=True):
         x, y, label, client = (np.array(place[key]) for key in ("x", "y", "label", "client"))
         colours = shades(len(place["classes"]))
@@ -115,18 +117,18 @@ def tsne_picture(looks: Sequence[Look], placed: Sequence[Mapping[str, Any]], pat
             spine.set_color(SOFT)
     first = placed[0]
     classes = [Line2D([], [], color=shade, marker="o", linestyle="") for shade in shades(len(first["classes"]))]
-    names = [_short(name) + (" (unseen)" if name in first["unseen"] else "") for name in first["clients"]]
+    names = [_named(part) for part in looks[0].parts]
     clients = [Line2D([], [], color=INK, marker=MARKERS[k % len(MARKERS)], linestyle="") for k in range(len(names))]
     figure.legend(*few(classes, first["classes"]), loc="outside right upper", fontsize=9, frameon=False)
-    columns = 4 if len(looks) == 1 else 8
+    columns = max(1, int(figure.get_figwidth() / (0.55 + 0.085 * max(map(len, names)))))
     figure.legend(*few(clients, names), loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
     save(figure, path)
 
 
 def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
-    """A figure with so many panels, as many side by side as a page is wide; none is left empty."""
-    across = max(1, min(count, int(WIDEST / width)))
-    down = -(-count // across)
+    """A figure with so many panels, not more side by side than a page is wide."""
+    down = -(-count // max(1, int(WIDEST / width)))
+    across = -(-count // down)
     figure = Figure(figsize=(0.9 + width * across, 0.3 + height * down), layout="constrained")
     axes = list(figure.subplots(down, across, squeeze=False).flat)
     for panel in axes[count:]:
@@ -139,9 +141,7 @@ def _confused(panel: Axes, part: Part, classes: Sequence[str], first: bool, last
     counts = part.confusion.double().numpy()
     shares = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
     panel.imshow(shares, cmap="Blues", vmin=0, vmax=100, aspect="auto")
-    panel.set_title(
-        f"{_short(part.client)}{' (unseen)' if part.unseen else ''}: {part.accuracy:.0f} %", fontsize=8, color=INK
-    )
+    panel.set_title(f"{_named(part)}: {part.accuracy:.0f} %", fontsize=8, color=INK)
     named = [_short(name, 6) for name in classes] if len(classes) <= WRITTEN else []
     panel.set_xticks(range(len(named)) if last else [], named if last else [], rotation=90, fontsize=6)
     panel.set_yticks(range(len(named)) if first else [], named if first else [], fontsize=6)
@@ -172,3 +172,7 @@ def _plain(panel: Axes) -> None:
 
 def _short(name: str, most: int = LONG) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
+def _named(part: Part) -> str:
+    return _short(part.client) + (" (unseen)" if part.unseen else "")

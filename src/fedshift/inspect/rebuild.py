@@ -12,6 +12,7 @@ from fedshift.bench.code import code_digest
 from fedshift.bench.collect import _config as config_of
 from fedshift.bench.collect import _points as points_of
 from fedshift.bench.collect import _title as title_of
+from fedshift.bench.collect import find_runs
 from fedshift.bench.experiment import Experiment
 from fedshift.bench.federation import State
 from fedshift.bench.folder import RunFolder
@@ -25,6 +26,14 @@ from fedshift.errors import UserError
 
 SELECTIONS = ("best-val", "last")
 FACTS = ("format", "seed", "task-hash", "networks", "sweep-point", "code", "method")  # of a run, beside its settings
+
+
+def finished(path: Path) -> list[Path]:
+    """The finished runs in a folder; a UserError says why there is none."""
+    try:
+        return find_runs(path)
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is not a folder of runs: there is no {error.filename}") from None
 
 
 def names_of(folders: Sequence[Path]) -> dict[Path, str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import jinja2
 from rich.table import Table
 
 import fedshift
-from fedshift.bench.collect import collect, find_runs
+from fedshift.bench.collect import collect
 from fedshift.bench.folder import RunFolder
 from fedshift.bench.metrics import mean_and_std, metric_parts
 from fedshift.bench.pictures import density_picture
@@ -30,7 +31,7 @@ from fedshift.errors import UserError
 from fedshift.inspect.looking import Look, Wish
 from fedshift.inspect.looking import look as look_at
 from fedshift.inspect.pictures import confusion_picture, pad_picture, risk_picture, tsne_picture
-from fedshift.inspect.rebuild import SELECTIONS, names_of, rebuilt
+from fedshift.inspect.rebuild import SELECTIONS, finished, names_of, rebuilt
 
 PAGE, NUMBERS = "inspect.html", "inspect.json"
 READ = {
@@ -83,11 +84,10 @@ def inspect(
     if select not in SELECTIONS:
         raise UserError(f"--select must be {' or '.join(SELECTIONS)}, not {select!r}")
     wish = Wish(select, samples, model)
-    folders = find_runs(Path(path))
+    folders = finished(Path(path))
     target = Path(out) if out is not None else Path(path) / "inspect"
-    if target.exists() and not target.is_dir():
-        raise UserError(f"{target} is not a folder; choose another one with --out")
-    looks = list(_looks(folders, wish, device, network, data, doing))
+    _check(target)
+    looks = list(looks_at(folders, wish, device, network, data, doing))
     drawn = list({look.name: look for look in reversed(looks)}.values())[::-1]  # the first seed of each
     doing("t-SNE")
     placed = {look.job.folder.path: place for look in drawn if (place := look.places()) is not None}
@@ -106,14 +106,14 @@ def inspect(
     return numbers
 
 
-def _looks(
+def looks_at(
     folders: Sequence[Path],
     wish: Wish,
-    device: str,
-    network: Network | None,
-    data: Pool | Task | None,
-    doing: Callable[[str], object],
-) -> Iterable[Look]:
+    device: str = "auto",
+    network: Network | None = None,
+    data: Pool | Task | None = None,
+    doing: Callable[[str], object] = lambda _: None,
+) -> Iterator[Look]:
     """One run after the other; runs on the same task share it."""
     task: Task | None = None
     where = device_for(device)
@@ -225,8 +225,9 @@ def _page(
     template = (resources.files("fedshift.bench") / "templates" / "inspect.html.j2").read_text()
     images = {name.removesuffix(".png"): base64.b64encode(content).decode() for name, content in files.items()}
     several = len(looks) > len(drawn)
+    name = path.resolve().name if len(looks) > 1 else looks[0].job.title
     return environment.from_string(template).render(
-        title=f"{path.resolve().name}: what was learnt",
+        title=f"{name}: what was learnt",
         path=str(path),
         rule=RULE_TEXT[numbers["selection"]],
         samples=numbers["samples"],
@@ -265,6 +266,13 @@ def _weights(looks: Sequence[Look]) -> list[dict[str, Any]]:
                         found.setdefault((look.name, adapter, where, name), []).append(values["mean"])
     keys = ("method", "adapter", "stream", "what")
     return [{**dict(zip(keys, key, strict=True)), "mean": statistics.fmean(v)} for key, v in found.items()]
+
+
+def _check(folder: Path) -> None:
+    """Find out before the work, not after, that a folder cannot be made or written."""
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise UserError(f"{folder} cannot be written; choose another folder with --out")
 
 
 def _write(folder: Path, files: dict[str, bytes | str]) -> None:

@@ -21,7 +21,9 @@ from fedshift.bench.experiment import Experiment
 from fedshift.bench.folder import toml_text
 from fedshift.bench.setup import Network, make_setup
 from fedshift.core.arch import Arch
+from fedshift.core.method import Method
 from fedshift.core.tree import Tensors, Tree, pick, save
+from fedshift.core.tree import load as load_trees
 from fedshift.errors import UserError
 from fedshift.join.trained import placeholder, read_config
 
@@ -53,7 +55,7 @@ def write(
     prototypes, an optimiser's memory) is in ``state.safetensors``, as a tree, if there is anything.
     """
     check_free(folder)
-    rest = {slot: leaves for slot, leaves in state.items() if slot != "model" and leaves}
+    rest = {slot: leaves for slot, leaves in state.items() if slot != "model"}
     made = [parent for parent in folder.parents if not parent.exists()]
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
@@ -70,8 +72,9 @@ def write(
         for parent in made:
             with suppress(OSError):
                 parent.rmdir()
-        if isinstance(error, OSError):
-            raise UserError(f"{folder} cannot be written ({error.strerror}); choose another with --out") from None
+        if isinstance(error, OSError | SafetensorError):
+            why = getattr(error, "strerror", None) or str(error)
+            raise UserError(f"{folder} cannot be written ({why}); choose another with --out") from None
         raise
     return [folder / name for name in (MODEL, CONFIG, PREDICTIONS, STATE) if (folder / name).is_file()]
 
@@ -90,23 +93,23 @@ def _write_csv(path: Path, predictions: Sequence[Prediction]) -> None:
 
 @dataclass(frozen=True)
 class Artefact:
-    """A newcomer's model read back: a function from images in [0, 1] to logits."""
+    """A newcomer's model read back: a function from images in [0, 1] to logits, without further adaptation."""
 
-    arch: Arch
-    tensors: Tensors
+    method: Method
+    state: Tree  # slot ``model``, and what else there is
     classes: tuple[str, ...]
     config: Mapping[str, Any]
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
         """Logits of images [n, channels, height, width]; the normalisation is part of it."""
-        dtype = next(leaf.dtype for leaf in self.tensors.values() if leaf.is_floating_point())
-        return self.arch(self.tensors, x.to(dtype)).logits
+        dtype = next(leaf.dtype for leaf in self.state["model"].values() if leaf.is_floating_point())
+        return self.method.forward(self.state, x.to(dtype)).logits
 
     def module(self) -> nn.Module:
-        """The network as a module in inference mode; it wants normalised images: ``artefact.arch.normalise(x)``."""
-        module = copy.deepcopy(self.arch.factory())
-        module.load_state_dict(self.tensors)
+        """The network alone, in inference mode; it wants normalised images: ``artefact.method.arch.normalise(x)``."""
+        module = copy.deepcopy(self.method.arch.factory())
+        module.load_state_dict(self.state["model"])
         return module.eval()
 
 
@@ -128,7 +131,8 @@ def load(folder: str | Path, network: Network | None = None) -> Artefact:
     experiment = Experiment.parse(table, str(path / CONFIG))
     setup = make_setup(experiment, experiment.method[0], placeholder(shape, classes), network)
     try:
-        tensors = load_file(path / MODEL)
+        model = load_file(path / MODEL)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path / MODEL} cannot be read ({error})") from None
-    return Artefact(setup.method.arch, tensors, classes, config)
+    rest = load_trees(path / STATE)[0]["state"] if (path / STATE).is_file() else {}
+    return Artefact(setup.method, {"model": model, **rest}, classes, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,8 +14,6 @@ from fedshift.core.losses import entropy
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree
 from fedshift.methods.fedmd import FedMD
-
-BITS = 1.4426950408889634  # in a nat
 
 
 @method(
@@ -53,8 +52,8 @@ class HeteroTent(AdaptedExchange, FedMD):
 
     def unlabelled(self, state: Tree, tensors: Tensors, x: Tensor) -> Tensor:
         """A batch's share of the mean entropy."""
-        unit = BITS if self.bits else 1.0
-        return entropy(self.arch(tensors, x).logits).sum() * (unit / len(state["public"]["ids"]))
+        unit = math.log(2) if self.bits else 1.0
+        return entropy(self.arch(tensors, x).logits).sum() / (unit * len(state["public"]["ids"]))
 
     def opinions(self, state: Tree, x: Tensor) -> Tensors:
         """The adapted model's logits."""
