@@ -54,7 +54,9 @@ def ragged_task(sizes: tuple[int, ...] = (33, 7, 1, 20, 40), side: int = 8, clas
         Client(f"stranger-{u}", none, none, order[start + 5 * u : start + 5 * u + 5]) for u in range(unseen)
     )
     names = tuple(f"class-{c}" for c in range(classes))
-    return Task(images, labels, torch.arange(total), names, tuple(clients), strangers, hash="ragged")
+    return Task(
+        images, labels, torch.arange(total), names, tuple(clients), strangers, public=torch.arange(6), hash="ragged"
+    )
 
 
 def tiny_arch(kind: str = "cnn", norm: bool = False, side: int = 8, classes: int = 4) -> Arch:

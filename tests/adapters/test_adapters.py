@@ -48,7 +48,7 @@ def long_task(tests: Sequence[int] = (STREAM, STREAM)) -> Task:
     labels = torch.randint(0, CLASSES, (total,), generator=generator)
     parts = torch.arange(total).split([size for test in tests for size in (train, val, test)])
     clients = tuple(Client(f"client-{i}", *parts[3 * i : 3 * i + 3]) for i in range(len(tests)))
-    return Task(images, labels, torch.arange(total), tuple("abcd"), clients, hash="long")
+    return Task(images, labels, torch.arange(total), tuple("abcd"), clients, public=torch.arange(6), hash="long")
 
 
 TASK = long_task()

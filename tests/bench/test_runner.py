@@ -429,6 +429,7 @@ def test_double_precision_costs_twice_as_much(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_after_local_is_scored_for_every_method(name: str, tmp_path: Path) -> None:
     settings = {"rounds": 1, "evaluate": {"after-local": True}, "model": {"name": "mlp", "hidden": [4], "norm": True}}
+    settings["split"] = {"public": 0.1}
     method = {"name": name, "adapters": ["none", {"name": "bn", "batch-size": 16}]}
     result = go(tiny(**settings, method=[method]), tmp_path)
     row, adapted = (next(r for r in result.rows if r.adapter == a) for a in ("none", "bn batch-size=16"))

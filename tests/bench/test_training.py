@@ -40,7 +40,11 @@ def gap(a: Tree, b: Tree) -> float:
     return max(gaps, default=0.0)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "centralised"])
+# one client has nobody beside it, and seeds with public images have not the same ones
+ALONE = ("centralised", "fedmd", "hetero-tent", "heterofedtta")
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ALONE])
 def test_rounds_of_three_seeds_together_are_their_own_rounds(name: str) -> None:
     tasks = [make_task(SMALL, seed) for seed in (0, 1, 2)]
     # BatchNorm only where it is needed: it gives constant pixels a gradient of rounding noise, whose sign some methods use

@@ -76,7 +76,8 @@ def make_task(sizes: Sequence[int] = (8, 8), names: str = "abcdefgh", unseen: in
     clients = tuple(Client(name, part, part[:2], part[:2]) for name, part in zip(names, parts, strict=False))
     strangers = tuple(Client(f"new{i}", nothing, nothing, part) for i, part in enumerate(parts[len(sizes) :]))
     classes = tuple(str(c) for c in range(CLASSES))
-    return Task(images, labels, torch.arange(count), classes, clients[: len(sizes)], strangers)
+    public = torch.arange(min(6, count))
+    return Task(images, labels, torch.arange(count), classes, clients[: len(sizes)], strangers, public=public)
 
 
 @dataclass

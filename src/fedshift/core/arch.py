@@ -57,7 +57,9 @@ class Arch:
     has_batch_norm: bool
     is_random: bool  # contains layers that draw random numbers themselves (dropout)
     has_convolution: bool
-    told: tuple[str, ...]  # buffers that a layer declares as ``told``: a refreshing pass returns them with their gradient
+    told: tuple[
+        str, ...
+    ]  # buffers that a layer declares as ``told``: a refreshing pass returns them with their gradient
     mean: tuple[float, ...]
     std: tuple[float, ...]
     factory: Callable[[], nn.Module] = field(repr=False)

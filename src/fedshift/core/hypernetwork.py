@@ -23,7 +23,7 @@ CHANNELS = (16, 32)
 
 
 def fresh(like: Tensor, name: str, sizes: Sequence[int]) -> Tensors:
-    """An untrained perceptron, drawn as torch draws linear layers; another start of the run (``like``) draws others.
+    """An untrained perceptron; another start of the run (``like``) draws another one.
 
     >>> {name: list(leaf.shape) for name, leaf in fresh(torch.ones(1), "g", (3, 8, 2)).items()}
     {'g.0.weight': [8, 3], 'g.0.bias': [8], 'g.1.weight': [2, 8], 'g.1.bias': [2]}
@@ -111,12 +111,15 @@ def pull(hyper: Tensors, base: Tensors, embedding: Tensor, trained: Tensors) -> 
 
 
 def _drawn(like: Tensor, layers: dict[str, tuple[int, ...]]) -> Tensors:
-    """Weights of these shapes and biases, uniform within one over the root of what an output reads."""
+    """Weights that keep the variance of what they read, and biases of zero.
+
+    As torch draws layers, what differs between two clients would be lost behind their biases after a few of them.
+    """
     start, tensors = float(like.flatten()[0]), {}
     for layer, (writes, *reads) in layers.items():
-        for name, shape in ((f"{layer}.weight", reads), (f"{layer}.bias", [])):
-            u = rng.uniform(rng.seed_of(name, start), torch.arange(writes), shape)
-            tensors[name] = ((2 * u - 1) / math.sqrt(math.prod(reads))).to(like)
+        u = rng.uniform(rng.seed_of(layer, start), torch.arange(writes), reads)
+        tensors[f"{layer}.weight"] = ((2 * u - 1) * math.sqrt(3 / math.prod(reads))).to(like)
+        tensors[f"{layer}.bias"] = like.new_zeros(writes)
     return tensors
 
 

@@ -35,9 +35,10 @@ class ODPFL(Method):
     server takes it for all clients at once: the same update as if it had been sent, for a hundredth of the bytes.
 
     Our choices, where the papers are silent: W starts at zero, so everybody starts from the run's initialisation and not
-    from a network of the wrong scale; the encoder has two convolutions (:mod:`fedshift.core.hypernetwork`) whatever the
-    network is; BatchNorm statistics are averaged as in FedAvg. Deployed clients are described by their training images,
-    newcomers by their test images. No spectral norm. The rates are FedTTA's for CIFAR-10 (MNIST: 0.5 and 0.5).
+    from a network of the wrong scale; h and the encoder (two convolutions, whatever the network is) start so that clients
+    differ behind them, see :mod:`fedshift.core.hypernetwork`; BatchNorm statistics are averaged as in FedAvg. Deployed
+    clients are described by their training images, newcomers by their test images. No spectral norm. The rates are FedTTA's
+    for CIFAR-10 (MNIST: 0.5 and 0.5).
     """
 
     hyper_lr: float = 0.5
