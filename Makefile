@@ -9,11 +9,11 @@ demo: $(INSTALLED)
 	$(BIN)/fedshift run
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto
 	$(BIN)/python -m pytest -q --doctest-modules src/fedshift
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -q --long
+	$(BIN)/python -m pytest -q -n auto --long
 	$(BIN)/python -m pytest -q --doctest-modules src/fedshift
 
 lint: $(INSTALLED)

@@ -78,7 +78,9 @@ class Result:
 
     def metrics(self) -> list[str]:
         """Test set and population of every score, without the model's part unless it is ``after-local``."""
-        names = [metric for row in self.rows for _, metric in row.values]
+        scored = [(metric, numbers) for row in self.rows for (_, metric), numbers in row.values.items()]
+        # nobody may have images of a stream: clients that train only, where strangers are tested
+        names = [metric for metric, numbers in scored if any(number["avg"] is not None for number in numbers)]
         plain = [metric.partition("/")[2] for metric in names if not metric.startswith("after-local/")]
         after = [metric for metric in names if metric.startswith("after-local/")]
         return list(dict.fromkeys([*plain, *after]))

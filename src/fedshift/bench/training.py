@@ -71,7 +71,10 @@ def _clients(jobs: Sequence[Job]) -> int:
 
 def _alike(one: Job, other: Job) -> bool:
     """Whether two runs differ in nothing but their seed and who owns which images."""
-    plain = all(len(job.setup.methods) == 1 and not job.setup.method.arch.is_random for job in (one, other))
+    plain = all(
+        len(job.setup.methods) == 1 and not job.setup.method.arch.is_random and not job.setup.method.common
+        for job in (one, other)
+    )
     settings = [
         [job.setup.spec.model_dump(), job.experiment.model_dump(exclude=DATA), job.rounds, len(job.task.clients)]
         for job in (one, other)

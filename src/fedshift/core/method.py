@@ -123,7 +123,7 @@ class Phase:
     steps: int | None = None
     optim: Optim | None = None  # None: [train]'s
     groups: tuple[tuple[frozenset[str], Optim], ...] = ()  # names with an optimiser of their own
-    data: Literal["train", "val", "public"] = "train"
+    data: Literal["train", "val", "test", "public"] = "train"  # test: a newcomer's, in phases without labels
     inputs: Literal["x", "features"] = "x"
     batch_stats: bool = True  # False: normalisation layers keep their running statistics
     labelled: bool = True  # unseen clients skip phases that need labels
@@ -145,6 +145,7 @@ class Method:
     personal: ClassVar[bool] = False  # clients end with models of their own
     needs: ClassVar[frozenset[str]] = frozenset()  # of the architecture: "norm", "batch-norm"
     deploys: ClassVar[frozenset[str]] = frozenset({"model"})  # slots adapters can ask for
+    common: ClassVar[frozenset[str]] = frozenset()  # slots everybody receives alike, and only folds read: kept once
 
     @property
     def extra_rounds(self) -> int:

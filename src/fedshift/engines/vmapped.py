@@ -111,7 +111,10 @@ class Vmapped:
     ) -> dict[str, Reply]:
         """Stacked clients through all phases, and apart again."""
         count = len(clients)
-        state = stack([method.client_init(down, mine) for down, mine in zip(downs, mines, strict=True)])
+        started = [method.client_init(down, mine) for down, mine in zip(downs, mines, strict=True)]
+        common = {slot: leaves for slot, leaves in started[0].items() if slot in method.common}
+        received = {slot: leaves for slot, leaves in downs[0].items() if slot in method.common}
+        state = stack([_without(one, common) for one in started])
         features: dict[tuple[str, str], list[Tensor]] = {}
         with seeded(method, plan.seed_for(clients[0].name, "layers")):
             for phase in plan.phases:
@@ -128,12 +131,15 @@ class Vmapped:
                     moment(method, task, client, plan, length, here)
                     for client, length in zip(clients, queues.lengths, strict=True)
                 ]
-                state = self._phase(method, _begin(method, state, phase, nows, self.compute.device), phase, queues)
+                begun = _begin(method, state, phase, nows, self.compute.device)
+                state = self._phase(method, begun, phase, queues, common)
         if not plan.phases:  # nothing to train: nothing was logged
             nothing = torch.zeros(count, dtype=self.compute.dtype, device=self.compute.device)
             state = {**state, "log": {"loss": nothing, "steps": nothing}}
-        apart = vmap(lambda s, d, m: hand_over(method, s, d, m, plan), randomness="different")
-        ups, kept = apart(state, stack(downs), stack(mines))
+        apart = vmap(
+            lambda s, d, m: hand_over(method, {**s, **common}, {**d, **received}, m, plan), randomness="different"
+        )
+        ups, kept = apart(state, stack([_without(down, received) for down in downs]), stack(mines))
         sound = (_finite(ups, count, state) & _finite(kept, count, state)).tolist()
         steps = state["log"]["steps"].tolist()
         losses = (state["log"]["loss"] / state["log"]["steps"].clamp(min=1)).tolist()
@@ -146,8 +152,9 @@ class Vmapped:
             for client, up, mine, loss, taken, fine in rows
         }
 
-    def _phase(self, method: Method, state: Tree, phase: Phase, queues: _Queues) -> Tree:
+    def _phase(self, method: Method, state: Tree, phase: Phase, queues: _Queues, common: Tree) -> Tree:
         """Run all queues dry."""
+        common = common if phase.trainable == frozenset() else {}  # a captured step would read an old round's
         group = _Group(state, queues.count, borrowed=self._graphs is not None)
         form = tuple((slot, name, leaf.shape[1:]) for slot, leaves in state.items() for name, leaf in leaves.items())
         while (choice := queues.largest_group()) is not None:
@@ -156,7 +163,7 @@ class Vmapped:
             group.choose(members, rows)
             suited = fitting(phase, method.arch, size)
             order = queues.take(members, rows, size)
-            step = _stacked_step(method, suited, queues)
+            step = _stacked_step(method, suited, queues, common)
             if self._graphs is None or phase.trainable == frozenset():  # a fold is over before a graph would pay
                 group.state = step(group.state, order)
             else:
@@ -201,9 +208,17 @@ def _begin(
     return {**state, **to({**repeated, **stack([{"now": dict(now)} for now in nows])}, device)}
 
 
-def _stacked_step(method: Method, phase: Phase, queues: _Queues) -> Step:
+def _without(tree: Tree, slots: Tree) -> Tree:
+    return {slot: leaves for slot, leaves in tree.items() if slot not in slots}
+
+
+def _stacked_step(method: Method, phase: Phase, queues: _Queues, common: Tree) -> Step:
     """A step from positions in the long index to moved states: gathering images is part of it, and of its graph."""
-    stacked = vmap(lambda state, batch: method.step(state, batch, phase), randomness="different")
+
+    def one(state: Tree, batch: Mapping[str, Tensor]) -> Tree:
+        return _without(method.step({**state, **common}, batch, phase), common)
+
+    stacked = vmap(one, randomness="different")
     part, dtype = queues.part, queues.compute.dtype
 
     def step(state: Tree, order: Mapping[str, Tensor]) -> Tree:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ class ODPFL(Method):
     hidden: int = 100
 
     personal: ClassVar[bool] = True
+    common: ClassVar[frozenset[str]] = frozenset({"hyper", "encoder", "base"})
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
@@ -140,8 +141,8 @@ class ODPFL(Method):
 
 def _look(name: str, labelled: bool = True) -> Phase:
     """A look at all training images, or at those of somebody who has no others."""
-    part = "train" if labelled else "test"
-    return Phase(name=name, trainable=frozenset(), batch_stats=False, labelled=labelled, data=part)  # type: ignore[arg-type]
+    part: Literal["train", "test"] = "train" if labelled else "test"
+    return Phase(name=name, trainable=frozenset(), batch_stats=False, labelled=labelled, data=part)
 
 
 def _description(state: Tree) -> Tensor:
