@@ -90,6 +90,7 @@ MISTAKES = {
     "negative adapter rate": (
         ["-c", 'method=[{{name="fedavg", adapters=[{{name="tent", lr=-1.0}}]}}]'], "lr must not be negative",
     ),
+    "no such method": (["-c", "method.fedavgg.mu=1"], "no method is called 'fedavgg'; there are: "),
     "bad override": (["-c", "rounds"], "key=value"),
     "no such device": (["--device", "tpu"], "tpu"),
     "no such engine": (["--engine", "warp"], "warp"),

@@ -298,6 +298,7 @@ def test_residual_networks_change_the_last_layer_of_every_block(kind: Any, depth
 def test_a_residual_network_with_group_norm_stays_as_it_is() -> None:
     before, after, _ = changed(lambda: ResNet18(stem="cifar", groups=2).make((3, 8, 8), 10), (3, 8, 8))
     untouched(before, after, {})
+    assert after.layers(Eraser) == ()
 
 
 def test_transformers_change_the_second_layer_of_the_feed_forward() -> None:
@@ -350,6 +351,7 @@ def test_the_network_itself_may_be_a_block() -> None:
 
     before, after, _ = changed(Net, (1, 4, 4))
     untouched(before, after, {"conv": "bn"})
+    assert after.layers(Eraser) == ("conv",)
 
 
 def test_a_network_without_batch_norm_stays_as_it_is() -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedshift import Experiment, Task, run
+from fedshift.bench.collect import find_runs
 from fedshift.bench.features import embedded, positions_of
 from fedshift.bench.folder import RunFolder
 from fedshift.bench.setup import make_setup, make_task
@@ -21,7 +22,6 @@ from fedshift.core.tree import Tensors, load, save
 from fedshift.inspect import inspect, looking
 from fedshift.inspect.looking import Wish
 from fedshift.inspect.pad import distances
-from fedshift.inspect.rebuild import finished
 from fedshift.inspect.report import as_dict, looks_at
 from fedshift.inspect.risk import average_risk, confusion, local_risk
 from tests.bench.test_runner import POOL, refuse
@@ -37,7 +37,7 @@ def direct(experiment: Experiment, task: Task, model: Tensors, client: str) -> t
 
 def numbers_of(path: Path, **wish: Any) -> dict[str, dict[str, Any]]:
     """The numbers of runs by method, without pictures."""
-    return {look.name: as_dict(look) for look in looks_at(finished(path), Wish(**wish))}
+    return {look.name: as_dict(look) for look in looks_at(find_runs(path), Wish(**wish))}
 
 
 # ---- pure parts ----------------------------------------------------------------------------------------------------------

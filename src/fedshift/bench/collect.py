@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from fedshift.bench.costs import Costs, mean_costs, measured, published_by
 from fedshift.bench.folder import NOTES, RunFolder
+from fedshift.bench.identity import read_config, title_of
 from fedshift.bench.metrics import mean_over, metric_parts, summarise
 from fedshift.bench.results import Point, Result, Row
 from fedshift.engines.work import Score
@@ -26,8 +26,8 @@ def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
     """
     wanted = dict(paths) if isinstance(paths, Mapping) else {}
     folders = list(paths)
-    configs = {path: _config(path) for path in folders}
-    points = _points(configs)
+    configs = {path: read_config(path) for path in folders}
+    points = points_of(configs)
     grouped: dict[tuple[str, str, Point, bool], list[Run]] = {}
     costs_notes: dict[str, None] = {}
     for path, config in configs.items():
@@ -35,18 +35,18 @@ def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
         lines = folder.lines()
         scores = folder.scores()
         costs = _costs(folder, lines, scores)
-        costs_notes |= dict.fromkeys(f"{_title(config)}: {note}" for note in costs.notes)
+        costs_notes |= dict.fromkeys(f"{title_of(config)}: {note}" for note in costs.notes)
         families: dict[str, list[list[dict[str, Any]]]] = {}
         for adapter in wanted.get(path) or sorted(scores, key=lambda name: (name != "none", name)):
             rows = scores[adapter]
             whole = [*rows, *(_oracle(lines, rows) if adapter == "none" else [])]
             run = (config["seed"], whole, costs.numbers())
-            grouped.setdefault((_title(config), adapter, points[path], False), []).append(run)
+            grouped.setdefault((title_of(config), adapter, points[path], False), []).append(run)
             families.setdefault(rows[0].get("family", "") if rows else "", []).append(rows)
         for family, members in families.items():
             if family and len(members) > 1:
                 run = (config["seed"], _bound(members), costs.numbers())
-                key = (_title(config), f"{family}, best per client (uses labels)", points[path], True)
+                key = (title_of(config), f"{family}, best per client (uses labels)", points[path], True)
                 grouped.setdefault(key, []).append(run)
     notes = [*dict.fromkeys(note for path in folders for note in _notes(path)), *costs_notes]
     return Result(tuple(_row(*key, runs) for key, runs in grouped.items()), tuple(folders), tuple(notes))
@@ -108,18 +108,13 @@ def _notes(path: Path) -> list[str]:
         return []
 
 
-def _title(config: Mapping[str, Any]) -> str:
-    title: str = config["method"].get("label") or config["method"]["name"]
-    return title
-
-
-def _points(configs: Mapping[Path, Mapping[str, Any]]) -> dict[Path, Point]:
+def points_of(configs: Mapping[Path, Mapping[str, Any]]) -> dict[Path, Point]:
     """What tells runs of one method apart: the sweep's values, and any other setting that differs between them."""
     swept = {path: dict(config.get("sweep-point") or {}) for path, config in configs.items()}
     flat = {path: _flat(config) for path, config in configs.items()}
     extra: dict[Path, dict[str, Any]] = {path: {} for path in configs}
-    for title in dict.fromkeys(_title(config) for config in configs.values()):
-        members = [path for path, config in configs.items() if _title(config) == title]
+    for title in dict.fromkeys(title_of(config) for config in configs.values()):
+        members = [path for path, config in configs.items() if title_of(config) == title]
         known = {key for path in members for key in swept[path]}
         for key in dict.fromkeys(key for path in members for key in flat[path]):
             values = [flat[path].get(key) for path in members]
@@ -163,18 +158,13 @@ def find_runs(path: Path) -> list[Path]:
     if not path.exists():
         raise UserError(f"there is no folder {path}")
     found = sorted(done.parent for done in path.rglob("done"))
+    for run in (run for run in found if not (run / "config.toml").is_file()):
+        raise UserError(f"{run} is not a run folder: it has no config.toml")
     if not found:
         unfinished = next(path.rglob("metrics.jsonl"), None)
         hint = "; there is an unfinished one, go on with fedshift run ... --resume" if unfinished else ""
         raise UserError(f"{path} holds no finished run{hint}")
     return sorted(found, key=lambda run: (run / "config.toml").stat().st_mtime)
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads((path / "config.toml").read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path} is not a run folder ({error})") from None
 
 
 def _oracle(lines: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -213,12 +213,8 @@ class Federation:
         for arch, members in self.by_arch(self.task.unseen).items():
             method = self.setup.methods[arch]
             mines = {client.name: self._birth(client, now) for client in members}
-            if phases := method.joining_phases():
-                plan = Plan(phases, now, self.seed)
-                replies = self.engine.train(method, dict.fromkeys(mines, down), mines, self.task, plan)
-                self._name_failed(replies)
-                mines |= {name: reply.mine for name, reply in replies.items() if reply.finite}
-            trees = {name: method.deployed(down, mine) for name, mine in mines.items()}
+            trees, replies = welcomed(method, down, mines, self.task, self.engine, now, self.seed)
+            self._name_failed(replies)
             if not all(set(method.arch.parameters) <= set(tree.get("model", {})) for tree in trees.values()):
                 return {}
             result |= trees
@@ -332,6 +328,17 @@ class Federation:
         sizes = {name: len(self.training.client(name).train) for name in replies}
         total = sum(sizes.values())
         return sum(reply.loss * sizes[name] for name, reply in replies.items()) / total if total else float("nan")
+
+
+def welcomed(
+    method: Method, down: Tree, mines: Mapping[str, Tree], task: Task, engine: Engine, now: Now, seed: int
+) -> tuple[dict[str, Tree], dict[str, Reply]]:
+    """What newcomers serve with, after what a newcomer trains without labels, and what came of that training."""
+    replies: dict[str, Reply] = {}
+    if phases := method.joining_phases():
+        replies = engine.train(method, dict.fromkeys(mines, down), mines, task, Plan(phases, now, seed))
+    kept = {**mines, **{name: reply.mine for name, reply in replies.items() if reply.finite}}
+    return {name: method.deployed(down, mine) for name, mine in kept.items()}, replies
 
 
 def step_together(

@@ -129,6 +129,9 @@ def assignment(item: str) -> tuple[list[str], Any]:
     return key.strip().split("."), value
 
 
+TABLES = ("train", "model", "adapters")  # of every entry of a list: method.train.lr is the rate of all methods
+
+
 def override(table: dict[str, Any], key: Sequence[str], value: Any) -> None:
     """Set a dotted key. In a list of named tables the next part is a name (``method.fedprox.mu``) or an option of all.
 
@@ -147,6 +150,9 @@ def override(table: dict[str, Any], key: Sequence[str], value: Any) -> None:
         named = [item for item in inner if rest[0] in _names(item)]
         if named and len(rest) > 1:
             inner, rest = named, rest[1:]
+        elif len(rest) > 1 and rest[0] not in TABLES:
+            known = ", ".join(str(next(filter(None, _names(item)), item)) for item in inner)
+            raise UserError(f"{'.'.join(key)} cannot be set: no {head} is called {rest[0]!r}; there are: {known}")
         for item in inner:
             if not isinstance(item, dict):
                 raise UserError(f"{'.'.join(key)} cannot be set: {head!r} has no table called {rest[0]!r}")

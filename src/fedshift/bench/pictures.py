@@ -65,7 +65,7 @@ def task_picture(task: Task, path: Path, examples: int = 8) -> None:
     axes[0, 0].set_title("training labels by class", color=INK, fontsize=10)
     more = f" ({len(shown)} of {len(everyone)} clients)" if len(shown) < len(everyone) else ""
     figure.suptitle(f"task {task.hash}{more}", color=SOFT, fontsize=8, x=0.99, ha="right")
-    _save(figure, path)
+    save(figure, path)
 
 
 def result_picture(result: Result, path: Path, rule: str = "best-val") -> None:
@@ -100,7 +100,7 @@ def result_picture(result: Result, path: Path, rule: str = "best-val") -> None:
         for side in ("top", "right", "left"):
             panel.spines[side].set_visible(False)
     figure.supxlabel(f"accuracy, % (mean over clients; | worst tenth{ring})", fontsize=8, color=SOFT)
-    _save(figure, path)
+    save(figure, path)
 
 
 def density_picture(result: Result, path: Path, rule: str = "best-val") -> None:
@@ -140,7 +140,7 @@ def density_picture(result: Result, path: Path, rule: str = "best-val") -> None:
     labels = [_name(result.rows[row]) for row in lines]
     across = min(3, len(panels))
     figure.legend(list(lines.values()), labels, loc="outside lower center", ncols=across, fontsize=8, frameon=False)
-    _save(figure, path)
+    save(figure, path)
 
 
 def option_map(result: Result) -> tuple[str, str, list[Row]] | None:
@@ -190,7 +190,7 @@ def map_picture(result: Result, path: Path, rule: str = "best-val") -> None:
         panel.set_xlabel(across, fontsize=8, color=SOFT)
         panel.set_ylabel(down, fontsize=8, color=SOFT)
         panel.tick_params(length=0, labelcolor=INK)
-    _save(figure, path)
+    save(figure, path)
 
 
 def radar_numbers(result: Result, rule: str = "best-val") -> dict[str, dict[int, dict[str, float]]]:
@@ -225,7 +225,7 @@ def radar_picture(result: Result, path: Path, rule: str = "best-val") -> None:
         wheel.set_title(short_name(metric), color=INK, fontsize=11, y=1.11)
     handles = [Line2D([], [], **looks[name]) for name in drawn]
     figure.legend(handles, list(drawn), loc="lower center", ncols=columns, fontsize=9, frameon=False, handlelength=3.2)
-    _save(figure, path)
+    save(figure, path)
     _write_json(path, {"selection": rule, "metrics": {m: _radar_rows(result, rows) for m, rows in numbers.items()}})
 
 
@@ -304,35 +304,35 @@ def tsne_picture(folder: Path, path: Path) -> None:
     made = Features.load(folder / FEATURES)
     placed = places(made)
     x, y, label, client = (np.array(placed[key]) for key in ("x", "y", "label", "client"))
-    shades, markers = _shades(len(made.classes)), [MARKERS[k % len(MARKERS)] for k in range(len(made.clients))]
+    tones, markers = shades(len(made.classes)), [MARKERS[k % len(MARKERS)] for k in range(len(made.clients))]
     figure = Figure(figsize=(7.4, 6.2), layout="constrained")
     panel = figure.subplots()
     for number, marker in enumerate(markers):
         own = client == number
-        panel.scatter(x[own], y[own], c=shades[label[own]], marker=marker, s=20, alpha=0.8, linewidths=0)
+        panel.scatter(x[own], y[own], c=tones[label[own]], marker=marker, s=20, alpha=0.8, linewidths=0)
     names = [name + (" (unseen)" if name in made.unseen else "") for name in made.clients]
-    classes = [Line2D([], [], color=shade, marker="o", linestyle="") for shade in shades]
+    classes = [Line2D([], [], color=shade, marker="o", linestyle="") for shade in tones]
     clients = [Line2D([], [], color=INK, marker=marker, linestyle="") for marker in markers]
-    figure.legend(*_few(classes, made.classes), loc="outside right upper", fontsize=9, frameon=False)
-    figure.legend(*_few(clients, names), loc="outside lower center", ncols=5, fontsize=9, frameon=False)
+    figure.legend(*few(classes, made.classes), loc="outside right upper", fontsize=9, frameon=False)
+    figure.legend(*few(clients, names), loc="outside lower center", ncols=5, fontsize=9, frameon=False)
     panel.set_xticks([])
     panel.set_yticks([])
     for spine in panel.spines.values():
         spine.set_color(SOFT)
     moment = f"seed {made.wanted.seed}, round {made.round}, stream {made.wanted.stream}"
     panel.set_title(f"{folder.parent.name}: features by t-SNE ({moment})", color=INK, fontsize=10)
-    _save(figure, path)
+    save(figure, path)
     _write_json(path, placed)
 
 
-def _shades(count: int) -> np.ndarray[Any, Any]:
+def shades(count: int) -> np.ndarray[Any, Any]:
     """Colours [count, 4] that can be told apart while there are at most twenty."""
     if count <= 20:
         return np.array([mpl.colormaps["tab10" if count <= 10 else "tab20"](k) for k in range(count)])
     return np.asarray(mpl.colormaps["turbo"](np.linspace(0, 1, count)))
 
 
-def _few(handles: Sequence[Line2D], names: Sequence[str]) -> tuple[list[Line2D], list[str]]:
+def few(handles: Sequence[Line2D], names: Sequence[str]) -> tuple[list[Line2D], list[str]]:
     """Not too many entries of a legend."""
     more = len(names) - MOST
     if more <= 0:
@@ -387,7 +387,8 @@ def _name(row: Row) -> str:
     return ", ".join([pair, *(f"{key} = {value}" for key, value in row.point)])
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure, and the folder it goes into."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"font.family": "DejaVu Sans"}):
         figure.savefig(path, dpi=130, metadata={"Software": "fedshift"})

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from fedshift.bench.code import code_digest
 from fedshift.bench.collect import collect
 from fedshift.bench.costs import measured, published_by
 from fedshift.bench.counting import count
-from fedshift.bench.experiment import Experiment, MethodSpec
+from fedshift.bench.experiment import Experiment
 from fedshift.bench.folder import COSTS, RunFolder
+from fedshift.bench.identity import config_of
 from fedshift.bench.job import Job
 from fedshift.bench.progress import Reporter, Silent
 from fedshift.bench.results import Result
 from fedshift.bench.scoring import annotate, score
-from fedshift.bench.setup import PRECISIONS, Network, Setup, make_setup, make_task, with_baselines
+from fedshift.bench.setup import PRECISIONS, Network, make_setup, make_task, with_baselines
 from fedshift.bench.training import groups, train
-from fedshift.core import rng
-from fedshift.core.arch import Arch
 from fedshift.data.pool import Pool
 from fedshift.data.task import Task
 from fedshift.engines.auto import Engine, device_for, engine_for
 from fedshift.engines.work import Compute
 from fedshift.errors import UserError
-
-FORMAT = 1  # raise when the same settings would give other numbers
 
 
 def run(
@@ -118,7 +111,7 @@ def _jobs(
                 if len(setup.methods) > 1:  # methods that cannot mix networks say so here
                     setup.method.server_init({name: m.arch.init(0) for name, m in setup.methods.items()}, ())
                 setup.method.prepare_task(task)  # a method refuses a task it cannot work on now, not after hours
-                config = _config(variant, spec, point, seed, task, setup)
+                config = config_of(variant, spec, point, seed, task, setup)
                 yield Job(variant, point, setup, task, seed, RunFolder.of(out, name, spec.title, seed, config), config)
 
 
@@ -129,32 +122,6 @@ def _check_means(variant: Experiment, task: Task) -> None:
             raise UserError(f"[evaluate] mean-of: the task has no stream {name!r}; it has: {', '.join(task.streams)}")
     if "mean" in task.streams:
         raise UserError("a stream cannot be called 'mean'")
-
-
-def _config(
-    variant: Experiment, spec: MethodSpec, point: Mapping[str, Any], seed: int, task: Task, setup: Setup
-) -> dict[str, Any]:
-    """What decides the training of one run; adapters do not, so that new ones can be added to a finished run."""
-    others = ("method", "seeds", "sweep", "name", "title", "baselines", "scale", "notes")
-    whole = variant.model_dump(by_alias=True, exclude={**dict.fromkeys(others, True), "evaluate": {"mean_of"}})
-    arch = {name: _fingerprint(m.arch, seed) for name, m in setup.methods.items()}
-    method = {key: value for key, value in spec.model_dump(by_alias=True).items() if key != "adapters"}
-    facts = {"format": FORMAT, "seed": seed, "task-hash": task.hash, "networks": arch, "sweep-point": dict(point)}
-    code = code_digest(type(setup.method))
-    return {**facts, **({"code": code} if code else {}), "method": method, **whole}
-
-
-def _fingerprint(arch: Arch, seed: int) -> str:
-    """A digest of where a network starts and what it answers: two networks of one name do not share a run."""
-    digest = hashlib.blake2b(digest_size=8)
-    tensors = arch.init(rng.seed_of(seed, "init"))
-    with torch.no_grad():
-        probe = torch.linspace(0, 1, math.prod(arch.input_shape)).reshape(1, *arch.input_shape)
-        logits = arch(tensors, probe).logits
-    for name, leaf in {**tensors, "logits": (logits * 1e3).round()}.items():  # coarse: the same on every machine
-        digest.update(f"{name}{tuple(leaf.shape)}{leaf.dtype}".encode())
-        digest.update(leaf.contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _check_unfinished(jobs: Sequence[Job], resume: bool, restart: bool) -> None:

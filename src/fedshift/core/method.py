@@ -209,15 +209,17 @@ class Method:
         """Correct the gradients before the optimiser sees them."""
         return grads
 
+    def clipped(self, grads: Tensors, phase: Phase) -> Tensors:
+        """Limit the gradients: by default their joint norm, to ``[train] clip``."""
+        return grads if self.train.clip is None else clip_by_norm(grads, self.train.clip)
+
     def client_step(self, state: Tree, batch: Batch, phase: Phase) -> Tree:
         """One batch: gradient, :meth:`fix_grad`, clipping, optimiser. Override when a batch needs several updates."""
         slot = state[phase.slot]
         live = pick(slot, self.trainable(phase))
         frozen = {name: leaf for name, leaf in slot.items() if name not in live}
         grads, value, buffers = gradient(lambda t: self.loss(state, {**frozen, **t}, batch, phase), live)
-        grads = self.fix_grad(state, grads, phase)
-        if self.train.clip is not None:
-            grads = clip_by_norm(grads, self.train.clip)
+        grads = self.clipped(self.fix_grad(state, grads, phase), phase)
         memory = state["optim"]
         scale = state["now"]["decay"]
         for names, rule in self.groups(phase):

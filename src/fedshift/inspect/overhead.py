@@ -12,12 +12,13 @@ from typing import Any
 
 from rich.table import Table
 
+from fedshift.bench.collect import find_runs
 from fedshift.bench.costs import MIB, Costs, measured, short
 from fedshift.bench.features import PREFERRED
 from fedshift.bench.folder import RunFolder
 from fedshift.bench.metrics import mean_and_std, metric_parts
 from fedshift.errors import UserError
-from fedshift.inspect.rebuild import finished, names_of
+from fedshift.inspect.rebuild import names_of
 
 WINDOW = 3  # evaluations in a moving average
 NUMBERS = ("rounds", "flops", "bytes-up", "bytes-down", "bytes", "memory-step", "memory-peak")
@@ -141,7 +142,7 @@ def overhead(path: str | Path, target: float) -> Overhead:
     """
     if not 0 < target <= 100:
         raise UserError(f"--target is an accuracy in percent, above 0 and at most 100, not {target:g}")
-    names = names_of(finished(Path(path)))
+    names = names_of(find_runs(Path(path)))
     ledgers = {folder: _ledger(RunFolder(folder)) for folder in names}
     stream = common_stream([lines for _, lines, _ in ledgers.values()])
     runs = [

@@ -13,10 +13,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from fedshift.bench.pictures import INK, MARKERS, PALETTE, SOFT
-from fedshift.bench.pictures import _few as few
-from fedshift.bench.pictures import _save as save
-from fedshift.bench.pictures import _shades as shades
+from fedshift.bench.pictures import INK, MARKERS, PALETTE, SOFT, few, save, shades
 from fedshift.inspect.looking import Look, Part, evenly
 
 WRITTEN = 12  # clients, up to which numbers are written into a map, and classes, up to which they are named

@@ -8,37 +8,23 @@ from typing import Any
 
 import torch
 
-from fedshift.bench.code import code_digest
-from fedshift.bench.collect import _config as config_of
-from fedshift.bench.collect import _points as points_of
-from fedshift.bench.collect import _title as title_of
-from fedshift.bench.collect import find_runs
+from fedshift.bench.collect import points_of
 from fedshift.bench.experiment import Experiment
 from fedshift.bench.federation import State
 from fedshift.bench.folder import RunFolder
+from fedshift.bench.identity import FORMAT, check_code, experiment_of, fingerprint, read_config, title_of
 from fedshift.bench.job import Job
-from fedshift.bench.runner import FORMAT
-from fedshift.bench.runner import _fingerprint as fingerprint
 from fedshift.bench.setup import Network, make_setup, make_task
 from fedshift.data.pool import Pool
 from fedshift.data.task import Task
 from fedshift.errors import UserError
 
 SELECTIONS = ("best-val", "last")
-FACTS = ("format", "seed", "task-hash", "networks", "sweep-point", "code", "method")  # of a run, beside its settings
-
-
-def finished(path: Path) -> list[Path]:
-    """The finished runs in a folder; a UserError says why there is none."""
-    try:
-        return find_runs(path)
-    except FileNotFoundError as error:
-        raise UserError(f"{path} is not a folder of runs: there is no {error.filename}") from None
 
 
 def names_of(folders: Sequence[Path]) -> dict[Path, str]:
     """What runs are called: the method, and what else tells them apart; seeds share a name."""
-    configs = {path: config_of(path) for path in folders}
+    configs = {path: read_config(path) for path in folders}
     points = points_of(configs)
     return {
         path: ", ".join([title_of(config), *(f"{key} = {value}" for key, value in points[path])])
@@ -53,20 +39,17 @@ def rebuilt(
 
     A UserError says what is not what it was: the settings' format, the data or the network.
     """
-    config = config_of(path)
+    config = read_config(path)
     try:
         made_by, seed, wanted, networks = (config[key] for key in ("format", "seed", "task-hash", "networks"))
-        settings = {key: value for key, value in config.items() if key not in FACTS}
-        table = {**settings, "method": [config["method"]], "seeds": [seed], "baselines": False}
     except KeyError as error:
         raise UserError(f"{path / 'config.toml'} is not a run's: it has no {error.args[0]!r}") from None
     if made_by != FORMAT:
         raise UserError(f"{path} was made by another version of fedshift, whose numbers this one cannot make again")
-    experiment = Experiment.parse(table, str(path / "config.toml"))
+    experiment = experiment_of(config, path)
     task = known if known is not None and known.hash == wanted else _task(path, experiment, seed, wanted, data)
     setup = make_setup(experiment, experiment.method[0], task, network)
-    if config.get("code", "") != code_digest(type(setup.method)):
-        raise UserError(f"the code of method {setup.spec.name!r} has changed since {path} was trained")
+    check_code(config, setup, path)
     if {name: fingerprint(method.arch, seed) for name, method in setup.methods.items()} != dict(networks):
         raise UserError(
             f"{path} trained another network than the one its settings make now; pass its network in Python"

@@ -16,7 +16,7 @@ import jinja2
 from rich.table import Table
 
 import fedshift
-from fedshift.bench.collect import collect
+from fedshift.bench.collect import collect, find_runs
 from fedshift.bench.folder import RunFolder
 from fedshift.bench.metrics import mean_and_std, metric_parts
 from fedshift.bench.pictures import density_picture
@@ -31,7 +31,7 @@ from fedshift.errors import UserError
 from fedshift.inspect.looking import Look, Wish
 from fedshift.inspect.looking import look as look_at
 from fedshift.inspect.pictures import confusion_picture, pad_picture, risk_picture, tsne_picture
-from fedshift.inspect.rebuild import SELECTIONS, finished, names_of, rebuilt
+from fedshift.inspect.rebuild import SELECTIONS, names_of, rebuilt
 
 PAGE, NUMBERS = "inspect.html", "inspect.json"
 READ = {
@@ -84,7 +84,7 @@ def inspect(
     if select not in SELECTIONS:
         raise UserError(f"--select must be {' or '.join(SELECTIONS)}, not {select!r}")
     wish = Wish(select, samples, model)
-    folders = finished(Path(path))
+    folders = find_runs(Path(path))
     target = Path(out) if out is not None else Path(path) / "inspect"
     _check(target)
     looks = list(looks_at(folders, wish, device, network, data, doing))

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from fedshift.bench.experiment import Experiment
 from fedshift.bench.folder import toml_text
+from fedshift.bench.identity import read_config
 from fedshift.bench.setup import Network, make_setup
 from fedshift.core.arch import Arch
 from fedshift.core.method import Method
 from fedshift.core.tree import Tensors, Tree, pick, save
 from fedshift.core.tree import load as load_trees
 from fedshift.errors import UserError
-from fedshift.join.trained import placeholder, read_config
+from fedshift.join.trained import placeholder
 
 FORMAT = 1
 MODEL, CONFIG, PREDICTIONS, STATE = "model.safetensors", "config.toml", "predictions.csv", "state.safetensors"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import fedshift
+from fedshift.bench.federation import welcomed
 from fedshift.bench.runner import steady
 from fedshift.bench.setup import PRECISIONS, Network
 from fedshift.bench.welcome import Welcome
@@ -19,7 +20,6 @@ from fedshift.core import rng
 from fedshift.core.adapter import Adapter
 from fedshift.core.method import Method
 from fedshift.core.registry import ADAPTERS
-from fedshift.core.schedule import Plan
 from fedshift.core.tree import Tree, to
 from fedshift.data._folders import SUFFIXES
 from fedshift.data.pool import Pool
@@ -160,15 +160,11 @@ def served(method: Method, welcome: Welcome, task: Task, compute: Compute) -> tu
     facts = facts_of(task, client, -1, rng.seed_of(seed, "birth", client.name))
     if task.public is not None:
         facts = replace(facts, public=task.ids[task.public])
-    mine = to(method.birth(start, facts, now), compute.device)
-    notes: list[str] = []
-    if phases := method.joining_phases():
-        plan = Plan(phases, now, seed)
-        reply = Sequential(compute).train(method, {client.name: down}, {client.name: mine}, task, plan)[client.name]
-        if not reply.finite:
-            notes.append("the newcomer serves without its own training steps: their loss or update is not finite")
-        mine = reply.mine if reply.finite else mine
-    return method.deployed(down, mine), notes
+    mines = {client.name: to(method.birth(start, facts, now), compute.device)}
+    trees, replies = welcomed(method, down, mines, task, Sequential(compute), now, seed)
+    failed = any(not reply.finite for reply in replies.values())
+    note = "the newcomer serves without its own training steps: their loss or update is not finite"
+    return trees[client.name], [note] if failed else []
 
 
 def predicted(adapter: Adapter, tree: Tree, task: Task, seed: int, compute: Compute) -> tuple[Tensor, Tree]:

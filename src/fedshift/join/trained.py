@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from fedshift.bench.code import code_digest
 from fedshift.bench.collect import find_runs
 from fedshift.bench.experiment import AdapterSpec, Experiment, MethodSpec, ModelSpec
 from fedshift.bench.folder import RunFolder
+from fedshift.bench.identity import check_code, experiment_of, read_config, title_of
 from fedshift.bench.setup import Network, Setup, make_setup
 from fedshift.bench.welcome import Welcome, entries_of
 from fedshift.core.adapter import Adapter
@@ -22,8 +20,6 @@ from fedshift.core.method import Method
 from fedshift.core.registry import ADAPTERS
 from fedshift.data.task import Task
 from fedshift.errors import UserError
-
-FACTS = ("format", "seed", "task-hash", "networks", "sweep-point", "code")  # of a run, beside its settings
 
 
 @dataclass(frozen=True)
@@ -73,11 +69,7 @@ class Trained:
 def read_run(path: Path, network: Network | None = None) -> Trained:
     """What a run folder says; ``network`` is the user's own, if it was trained with one."""
     config = read_config(path)
-    try:
-        settings = {key: value for key, value in config.items() if key not in FACTS}
-        experiment = Experiment.parse({**settings, "method": [config["method"]]}, str(path / "config.toml"))
-    except KeyError as error:
-        raise UserError(f"{path / 'config.toml'} is not a run's: it has no {error.args[0]!r}") from None
+    experiment = experiment_of(config, path)
     welcome = Welcome.load(path)
     (spec,) = experiment.method
     lost = _lost_weights(experiment, spec)
@@ -86,22 +78,13 @@ def read_run(path: Path, network: Network | None = None) -> Trained:
     setup = make_setup(experiment, spec, placeholder(welcome.shape, welcome.classes), network)
     if lost and any(method.joining_phases() for method in setup.methods.values()):
         raise UserError(f"a newcomer of {spec.title!r} starts from the weights file {lost}, which is not there")
-    if config.get("code", "") != code_digest(type(setup.method)):
-        raise UserError(f"the code of method {spec.name!r} has changed since {path} was trained")
+    check_code(config, setup, path)
     if {name: entries_of(method.arch) for name, method in setup.methods.items()} != welcome.networks:
         raise UserError(
             f"{path} was trained with another network than its config.toml makes now; if it is your own, join in Python: "
             "fedshift.join.join(..., network=...)"
         )
     return Trained(RunFolder(path), experiment, setup, welcome)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The settings in a folder."""
-    try:
-        return tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{folder / 'config.toml'} cannot be read ({error})") from None
 
 
 def placeholder(shape: tuple[int, int, int], classes: Sequence[str]) -> Task:
@@ -146,7 +129,7 @@ def _identity(run: Path) -> tuple[str, int]:
     """A run's method and seed."""
     config = read_config(run)
     try:
-        return config["method"].get("label") or config["method"]["name"], int(config["seed"])
+        return title_of(config), int(config["seed"])
     except (LookupError, TypeError, AttributeError, ValueError):
         raise UserError(f"{run / 'config.toml'} is not a run's") from None
 

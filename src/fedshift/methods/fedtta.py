@@ -102,17 +102,10 @@ class FedTTA(Method):
             value = value + self.mu * apart
         return value, output.buffers
 
-    def client_step(self, state: Tree, batch: Batch, phase: Phase) -> Tree:
-        """FedAvg's step, but the gradients of model and loss are clipped each for itself."""
-        model, memory = state["model"], state["optim"]
-        live = pick(model, self.trainable(phase))
-        grads, value, buffers = gradient(lambda t: self.loss(state, {**model, **t}, batch, phase), live)
-        for names, rule in self.groups(phase):
-            clipped = clip_by_norm(pick(grads, names), self.clip)
-            moved, kept = rule.update(pick(live, names), clipped, memory, state["now"]["decay"])
-            live, memory = {**live, **moved}, {**memory, **kept}
-        log = {"loss": state["log"]["loss"] + value, "steps": state["log"]["steps"] + 1}
-        return {**state, "model": {**model, **live, **buffers}, "optim": memory, "log": log}
+    def clipped(self, grads: Tensors, phase: Phase) -> Tensors:
+        """The gradients of model and loss, each for itself."""
+        parts = [clip_by_norm(pick(grads, names), self.clip) for names, _ in self.groups(phase)]
+        return {name: leaf for part in parts for name, leaf in part.items()}
 
     def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
         """Model and loss; who is about to serve with them also learns the rate they were trained with."""

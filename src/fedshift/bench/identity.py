@@ -1,0 +1,85 @@
+"""What a run is: the settings that decide its training, as ``config.toml`` holds them, and read from there again."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedshift.bench.code import code_digest
+from fedshift.bench.experiment import Experiment, MethodSpec
+from fedshift.bench.setup import Setup
+from fedshift.core import rng
+from fedshift.core.arch import Arch
+from fedshift.data.task import Task
+from fedshift.errors import UserError
+
+FORMAT = 1  # raise when the same settings would give other numbers
+FACTS = ("format", "seed", "task-hash", "networks", "sweep-point", "code", "method")  # beside an experiment's settings
+
+
+def config_of(
+    variant: Experiment, spec: MethodSpec, point: Mapping[str, Any], seed: int, task: Task, setup: Setup
+) -> dict[str, Any]:
+    """What decides the training of one run; adapters do not, so that new ones can be added to a finished run."""
+    others = ("method", "seeds", "sweep", "name", "title", "baselines", "scale", "notes")
+    whole = variant.model_dump(by_alias=True, exclude={**dict.fromkeys(others, True), "evaluate": {"mean_of"}})
+    arch = {name: fingerprint(m.arch, seed) for name, m in setup.methods.items()}
+    method = {key: value for key, value in spec.model_dump(by_alias=True).items() if key != "adapters"}
+    facts = {"format": FORMAT, "seed": seed, "task-hash": task.hash, "networks": arch, "sweep-point": dict(point)}
+    code = code_digest(type(setup.method))
+    return {**facts, **({"code": code} if code else {}), "method": method, **whole}
+
+
+def fingerprint(arch: Arch, seed: int) -> str:
+    """A digest of where a network starts and what it answers: two networks of one name do not share a run."""
+    digest = hashlib.blake2b(digest_size=8)
+    tensors = arch.init(rng.seed_of(seed, "init"))
+    with torch.no_grad():
+        probe = torch.linspace(0, 1, math.prod(arch.input_shape)).reshape(1, *arch.input_shape)
+        logits = arch(tensors, probe).logits
+    for name, leaf in {**tensors, "logits": (logits * 1e3).round()}.items():  # coarse: the same on every machine
+        digest.update(f"{name}{tuple(leaf.shape)}{leaf.dtype}".encode())
+        digest.update(leaf.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The settings in a folder."""
+    path = folder / "config.toml"
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{folder} is not a run folder: {path} cannot be read ({error})") from None
+
+
+def experiment_of(config: Mapping[str, Any], folder: Path) -> Experiment:
+    """The experiment of one method and one seed whose run this is."""
+    where = str(folder / "config.toml")
+    settings = {key: value for key, value in config.items() if key not in FACTS}
+    try:
+        table = {**settings, "method": [config["method"]], "seeds": [config["seed"]], "baselines": False}
+    except KeyError as error:
+        raise UserError(f"{where} is not a run's: it has no {error.args[0]!r}") from None
+    return Experiment.parse(table, where)
+
+
+def check_code(config: Mapping[str, Any], setup: Setup, folder: Path) -> None:
+    """A method of the user's own may not be what it was."""
+    if config.get("code", "") != code_digest(type(setup.method)):
+        raise UserError(f"the code of method {setup.spec.name!r} has changed since {folder} was trained")
+
+
+def title_of(config: Mapping[str, Any]) -> str:
+    """What people call the method of a run.
+
+    >>> title_of({"method": {"name": "finetune", "label": "FedAvg-FT"}})
+    'FedAvg-FT'
+    """
+    title: str = config["method"].get("label") or config["method"]["name"]
+    return title
