@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -42,8 +42,7 @@ def trained(experiment: Experiment, setup: Setup, task: Task, engine: Engine, co
 def accuracies(federation: Federation, state: State, spec: AdapterSpec) -> tuple[float, float]:
     """Uniform means over the clients, clean and corrupted."""
     setup = federation.setup
-    adapters = {name: setup.adapter(spec, method) for name, method in setup.methods.items()}
-    scores = federation.evaluate(adapters, federation.deployed(state), ["original", "corrupted"])
+    scores = federation.evaluate(setup.adapters(spec), federation.deployed(state), ["original", "corrupted"])
     clean, corrupted = (
         summarise({client: score for (client, part), score in scores.items() if part == name}).avg
         for name in ("original", "corrupted")
@@ -59,6 +58,7 @@ def main(
     temperatures: str = "0.07,0.1,0.5",
     rates: str = "0.01,0.05",
     momentum: float = 0.0,
+    batch_size: int = 32,
     head_rates: str = "0.1,1.0,5.0",
     adapt_temperatures: str = "0.07,0.1,0.5",
     adapt_rates: str = "0.0001,0.001,0.01",
@@ -66,8 +66,12 @@ def main(
     norm: Annotated[bool, typer.Option(help="BatchNorm after the convolutions")] = False,
     flip: bool = False,
     crop: float = 0.2,
+    colour: float = 1.0,
+    projection: bool = False,
+    head_epochs: int = 5,
     fast: bool = False,
 ) -> None:
+    views: dict[str, Any] = {"flip": flip, "crop": crop, "colour": colour}
     experiment = Experiment.load(preset, overrides=["split.tune=true", f"rounds={rounds}", "seeds=[0]"])
     compute = Compute(device_for(device), torch.float32)
     task = make_task(experiment, 0)
@@ -79,14 +83,16 @@ def main(
                 name="fedicon",
                 supervised=supervised,
                 temperature=temperature,
-                flip=flip,
-                crop=crop,
+                projection=projection,
+                head_epochs=head_epochs,
                 model={"norm": norm},
-                train={"lr": rate, "momentum": momentum},
+                train={"lr": rate, "momentum": momentum, "batch-size": batch_size},
+                **views,
             )
             kind = "SupCon" if supervised else "NT-Xent"
             print(
-                f"{kind} temperature {temperature:g} rate {rate:g} momentum {momentum:g} norm {norm} crop {crop:g}",
+                f"{kind} temperature {temperature:g} rate {rate:g} momentum {momentum:g} batch {batch_size} norm {norm} "
+                f"projection {projection} {views} head epochs {head_epochs}",
                 flush=True,
             )
             encoder = trained(experiment, make_setup(experiment, base, task), task, engine, compute)
@@ -103,7 +109,7 @@ def main(
                     best = (corrupted, federation, state)
             assert best is not None
             for tau, step, epochs in adaptations:
-                spec = AdapterSpec(name="fedicon", temperature=tau, lr=step, epochs=int(epochs), flip=flip, crop=crop)
+                spec = AdapterSpec(name="fedicon", temperature=tau, lr=step, epochs=int(epochs), **views)
                 clean, corrupted = accuracies(best[1], best[2], spec)
                 print(f"        adapt t {tau:g} lr {step:g} x{epochs:g}: {clean:.2f} {corrupted:.2f}", flush=True)
         engine.close()

@@ -20,7 +20,8 @@ from fedshift.core.tree import load
 
 SETTINGS = [
     "rounds=30", "baselines=false", "data.size=8", "model.name=cnn", "model.width=2", "model.hidden=8",
-    "checkpoint-every=3", "evaluate.every=4", "evaluate.oracle=true", "participation=0.6",
+    "checkpoint-every=3", "evaluate.every=4", "evaluate.oracle=true", "evaluate.adapted=true",
+    "participation=0.6",
 ]  # fmt: skip
 METHODS = '[{name="fedbn", adapters=["none", "tent"]}, {name="scaffold", label="sc"}]'
 CLOCK = {"seconds", "memory-grown"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedshift.bench import training
-from fedshift.bench.experiment import Experiment, MethodSpec
+from fedshift.bench.experiment import EvaluateSpec, Experiment, MethodSpec
 from fedshift.bench.federation import Federation, step_together
 from fedshift.bench.job import Job
 from fedshift.bench.progress import Silent
@@ -16,6 +16,7 @@ from fedshift.bench.runner import _jobs, run
 from fedshift.bench.setup import make_setup, make_task
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tree
+from fedshift.engines.sequential import Sequential
 from fedshift.engines.together import Together, share_images
 from fedshift.engines.vmapped import Vmapped
 from fedshift.engines.work import Compute
@@ -121,3 +122,48 @@ def test_only_alike_runs_share_a_stack(tmp_path: Path) -> None:
         assert {job.seed for job in group} == {0, 1}
     assert [len(group) for group in training.stackable(jobs, 3)] == [1] * 8
     assert training.groups(jobs, Vmapped(Compute()), Compute()) == [[job] for job in jobs]
+
+
+def test_an_adapter_chooses_its_round_after_its_own_adaptation(tmp_path: Path) -> None:
+    tent = {
+        "name": "tent",
+        "label": "tent",
+        "params": "all",
+        "lr": 0.5,
+        "optimiser": "sgd",
+        "batch-size": 0,
+        "predict-when": "after",
+    }
+    method = MethodSpec(name="fedavg", adapters=[{"name": "none"}, tent])
+    plain = SMALL.model_copy(update={"rounds": 6, "method": [method], "evaluate": EvaluateSpec(every=1)})
+    adapted = plain.model_copy(update={"evaluate": EvaluateSpec(every=1, adapted=True)})
+    run(adapted, tmp_path, engine="sequential")
+    (job,) = _jobs(adapted, tmp_path, None, None, Silent())
+    lines = [line for line in job.folder.lines() if "adapter" in line]
+    assert [line["round"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+    engine = Sequential(Compute())
+    federation = job.federation(engine, Compute(), Silent())
+    state, reached = federation.start(), []
+    for line in lines:
+        state, _ = federation.step(state)
+        scores = federation.evaluate(job.setup.adapters(method.adapters[1]), federation.deployed(state), ["val"])
+        reached.append(100 * sum(s.correct for s in scores.values()) / sum(s.samples for s in scores.values()))
+        assert line["val"]["all"] == pytest.approx(reached[-1])
+    stored = {
+        name: next(row["round"] for row in rows if row["selection"] == "best-val")
+        for name, rows in job.folder.scores().items()
+    }
+    validation = [line["global/val/clients"]["all"] for line in job.folder.lines() if "global/val/clients" in line]
+    assert stored == {"none": 1 + validation.index(max(validation)), "tent": 1 + reached.index(max(reached))}
+    assert stored["none"] != stored["tent"], "with one choice for both this would show nothing"
+
+
+def test_adapters_are_part_of_a_run_only_where_they_choose_its_round(tmp_path: Path) -> None:
+    def folder(adapted: bool, *adapters: str) -> Path:
+        method = MethodSpec(name="fedavg", adapters=[{"name": name} for name in adapters])
+        experiment = SMALL.model_copy(update={"method": [method], "evaluate": EvaluateSpec(adapted=adapted)})
+        return next(_jobs(experiment, tmp_path, None, None, Silent())).folder.path
+
+    assert folder(False, "none") == folder(False, "none", "t3a") == folder(True, "none")
+    assert folder(True, "none", "t3a") != folder(True, "none")

@@ -58,3 +58,7 @@ def test_contrastive_views_at_their_limits() -> None:
     gray = whole.clone()
     gray[:, 9] = 0.1
     assert augment.contrastive_views(x, gray).std(1).max() < 1e-6
+    changed = whole.clone()
+    changed[:, 5:11] = 0.1
+    assert augment.contrastive_views(x, changed).sub(x).abs().max() > 0.1
+    assert torch.allclose(augment.contrastive_views(x, changed, colour=0.0), x, atol=1e-3)

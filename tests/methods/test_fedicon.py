@@ -654,6 +654,19 @@ def test_the_runner_runs_the_extra_rounds_and_resumes_among_them(
         check_identical(contents(folder), contents(resumed.folders[0]))
 
 
+def test_validation_chooses_no_state_whose_head_has_not_been_trained(tmp_path: Path) -> None:
+    """A client tunes a head of its own whatever came down; who joins later has nothing but the federated one."""
+    result = run_experiment(small(evaluate={"every": 1}), tmp_path, engine="sequential")
+    folder = RunFolder(result.folders[0])
+    validation = {
+        line["round"]: line["personal/val/clients"]["all"] for line in folder.lines() if "bytes-up" not in line
+    }
+    assert sorted(validation) == [1, 2, 3, 4, 5]
+    complete = {number: accuracy for number, accuracy in validation.items() if number > 2}
+    chosen = {row["round"] for rows in folder.scores().values() for row in rows if row["selection"] == "best-val"}
+    assert chosen == {next(number for number, accuracy in complete.items() if accuracy == max(complete.values()))}
+
+
 def test_no_rounds_are_no_rounds_at_all_and_sharing_nothing_adds_none(tmp_path: Path) -> None:
     for number, changes in enumerate(
         (

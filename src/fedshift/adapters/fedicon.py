@@ -45,12 +45,13 @@ class ContrastiveAdaptation(Adapter):
     mode: Literal["offline", "online"] = "offline"
     flip: bool = True
     crop: float = 0.2  # a view shows at least this share of the image
+    colour: float = 1.0  # how much a view's colours change; 0 leaves them alone
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
         positive(temperature=self.temperature, epochs=self.epochs, crop=self.crop)
         in_unit_interval(crop=self.crop)
-        not_negative(lr=self.lr)
+        not_negative(lr=self.lr, colour=self.colour)
         if self.batch_size < 2:
             raise UserError(f"batch-size must be at least 2, not {self.batch_size}: one image has none to differ from")
 
@@ -86,7 +87,9 @@ class ContrastiveAdaptation(Adapter):
     def _step(self, state: Tree, x: Tensor, numbers: Tensor) -> Tree:
         if len(x) == 1:  # nothing to differ from
             return state
-        views = torch.cat([augment.contrastive_views(x, own, self.flip, self.crop) for own in numbers.unbind(1)])
+        views = torch.cat(
+            [augment.contrastive_views(x, own, self.flip, self.crop, self.colour) for own in numbers.unbind(1)]
+        )
         live = pick(state["model"], self.arch.trainable - self.arch.head)
         groups = torch.arange(len(x), device=x.device).repeat(2)
 

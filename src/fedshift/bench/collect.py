@@ -171,7 +171,7 @@ def _oracle(lines: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]
     """The best test score of any evaluated round, if test streams were scored during training."""
     means = {row["metric"]: _parts_of(row) for row in rows if "of" in row}
     best: dict[str, Mapping[str, Any]] = {}
-    for line in lines:
+    for line in (line for line in lines if "adapter" not in line):
         scored = {metric: value for metric, value in line.items() if isinstance(value, dict)}
         scored |= {
             metric: mean_over([scored[part] for part in parts])

@@ -155,6 +155,10 @@ class MethodSpec(Named):
         """What the row is called."""
         return self.label or self.name
 
+    def validated(self, evaluate: EvaluateSpec) -> list[AdapterSpec]:
+        """The adapters that choose a round of their own."""
+        return [adapter for adapter in self.adapters if evaluate.adapted and adapter.name != "none"]
+
 
 class EvaluateSpec(Table):
     """``[evaluate]``: when and what is scored."""
@@ -162,6 +166,7 @@ class EvaluateSpec(Table):
     every: Annotated[int, Field(ge=0)] = 10  # validation every so many rounds; 0: at the end only
     oracle: bool = False  # also score test streams then, for the best-on-test bound nobody may choose by
     after_local: bool = False  # also score clients right after one more local round
+    adapted: bool = False  # an adapter's round is the best on validation images after its own adaptation to them
     mean_of: list[str] = Field(default_factory=list)  # streams whose mean is one more column
     # features of so many test images of each client are saved; no dump has it: it decides nothing about a training
     features: Annotated[int, Field(ge=0, exclude=True)] = 0

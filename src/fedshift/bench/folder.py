@@ -1,10 +1,10 @@
 """A run on disk: one seed of one method, in a folder that can be killed at any moment and gone on with.
 
 ``config.toml`` says what it is, ``metrics.jsonl`` has a line for every round and evaluation, ``ckpt-*.safetensors`` is
-the newest state, ``best.safetensors`` the state that was best on validation, ``adapters/*.jsonl`` the scores, and
-``done`` appears last. ``costs.json`` is the cost ledger; ``notes.txt`` says why numbers differ from a paper's;
-``features.safetensors`` has features of some test images, if they were asked for; ``welcome.safetensors`` is what
-clients nobody has seen are served from.
+the newest state, ``best.safetensors`` the state that was best on validation (``best/*.safetensors`` those that were after
+an adapter's own adaptation), ``adapters/*.jsonl`` the scores, and ``done`` appears last. ``costs.json`` is the cost
+ledger; ``notes.txt`` says why numbers differ from a paper's; ``features.safetensors`` has features of some test images,
+if they were asked for; ``welcome.safetensors`` is what clients nobody has seen are served from.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,6 +38,7 @@ class Progress:
     lines: int = 0  # of metrics.jsonl
     best: float = float("-inf")  # validation accuracy
     best_round: int = -1
+    adapted: Mapping[str, float] = field(default_factory=dict)  # by adapter: validation accuracy after its adaptation
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class RunFolder:
         (self.path / "adapters").mkdir(parents=True, exist_ok=True)
         scores = (self.path / "adapters").glob("*.jsonl")
         files = (self.path / name for name in ("best.safetensors", COSTS, FEATURES, WELCOME))
-        for old in (*self.checkpoints(), *files, *scores):
+        for old in (*self.checkpoints(), *files, *scores, *(self.path / "best").glob("*.safetensors")):
             old.unlink(missing_ok=True)
         self.write("metrics.jsonl", "")
         self.write("config.toml", config)
@@ -80,15 +81,18 @@ class RunFolder:
             "lines": progress.lines,
             "best": None if progress.best == float("-inf") else progress.best,
             "best_round": progress.best_round,
+            "adapted": dict(progress.adapted),
         }
         save(target, state.trees(), facts)
         for path in older:
             if path != target:
                 path.unlink()
 
-    def save_best(self, state: State) -> None:
-        """Save the state that is best on validation so far."""
-        save(self.path / "best.safetensors", state.trees(), {"round": state.round})
+    def save_best(self, state: State, adapter: str = "") -> None:
+        """Save the state that is best on validation so far, as it is or after an adapter's adaptation."""
+        target = self._best(adapter)
+        target.parent.mkdir(exist_ok=True)
+        save(target, state.trees(), {"round": state.round})
 
     def restore(self, device: torch.device) -> tuple[State, Progress]:
         """The newest checkpoint; lines written after it are cut off, because those rounds will be run again."""
@@ -98,6 +102,7 @@ class RunFolder:
             lines=cast(int, facts["lines"]),
             best=float("-inf") if best is None else cast(float, best),
             best_round=cast(int, facts["best_round"]),
+            adapted=cast(dict[str, float], facts.get("adapted", {})),
         )
         lines = (self.path / "metrics.jsonl").read_text().splitlines(keepends=True)
         self.write("metrics.jsonl", "".join(lines[: progress.lines]))
@@ -107,10 +112,13 @@ class RunFolder:
         """The newest state."""
         return self._state(self.checkpoints()[-1], device)
 
-    def best(self, device: torch.device) -> State:
-        """The state chosen by validation; the last one if there was no validation."""
-        path = self.path / "best.safetensors"
-        return self._state(path, device) if path.is_file() else self.last(device)
+    def best(self, device: torch.device, adapter: str = "") -> State:
+        """The state chosen by validation, for this adapter if it chose its own; the last one if there was none."""
+        chosen = next((path for path in (self._best(adapter), self._best("")) if path.is_file()), None)
+        return self.last(device) if chosen is None else self._state(chosen, device)
+
+    def _best(self, adapter: str) -> Path:
+        return self.path / (f"best/{adapter}.safetensors" if adapter else "best.safetensors")
 
     @staticmethod
     def _state(path: Path, device: torch.device) -> State:

@@ -20,20 +20,28 @@ from fedshift.data.task import Task
 from fedshift.errors import UserError
 
 FORMAT = 1  # raise when the same settings would give other numbers
-FACTS = ("format", "seed", "task-hash", "networks", "sweep-point", "code", "method")  # beside an experiment's settings
+# what a run has beside an experiment's settings
+FACTS = ("format", "seed", "task-hash", "networks", "sweep-point", "code", "method", "validated")
 
 
 def config_of(
     variant: Experiment, spec: MethodSpec, point: Mapping[str, Any], seed: int, task: Task, setup: Setup
 ) -> dict[str, Any]:
-    """What decides the training of one run; adapters do not, so that new ones can be added to a finished run."""
+    """What decides the training of one run; adapters do not, so that new ones can be added to a finished run.
+
+    Those that choose a round of their own while it is trained do.
+    """
     others = ("method", "seeds", "sweep", "name", "title", "baselines", "scale", "notes")
-    whole = variant.model_dump(by_alias=True, exclude={**dict.fromkeys(others, True), "evaluate": {"mean_of"}})
+    whole = variant.model_dump(
+        by_alias=True, exclude={**dict.fromkeys(others, True), "evaluate": {"mean_of", "adapted"}}
+    )
     arch = {name: fingerprint(m.arch, seed) for name, m in setup.methods.items()}
     method = {key: value for key, value in spec.model_dump(by_alias=True).items() if key != "adapters"}
     facts = {"format": FORMAT, "seed": seed, "task-hash": task.hash, "networks": arch, "sweep-point": dict(point)}
     code = code_digest(type(setup.method))
-    return {**facts, **({"code": code} if code else {}), "method": method, **whole}
+    validated = [adapter.model_dump(by_alias=True) for adapter in spec.validated(variant.evaluate)]
+    own = {**({"code": code} if code else {}), **({"validated": validated} if validated else {})}
+    return {**facts, **own, "method": method, **whole}
 
 
 def fingerprint(arch: Arch, seed: int) -> str:

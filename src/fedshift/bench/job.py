@@ -35,6 +35,11 @@ class Job:
         return self.experiment.rounds + (self.setup.method.extra_rounds if self.experiment.rounds else 0)
 
     @property
+    def chosen_from(self) -> int:
+        """The first round whose state validation may choose: before a method's own rounds its models are half-trained."""
+        return self.experiment.rounds + 1 if self.rounds > self.experiment.rounds else 0
+
+    @property
     def title(self) -> str:
         """What people call it."""
         return f"{self.setup.spec.title} seed {self.seed}"

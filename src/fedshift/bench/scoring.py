@@ -40,42 +40,25 @@ def score(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
         return
     federation = job.federation(engine, compute, say)
     best = job.folder.best(compute.device)
-    states = {"last": job.folder.last(compute.device), "best-val": best} if waiting else {"best-val": best}
+    states = {spec.title: _states(job, spec, best, compute) for spec in waiting}
     models: dict[int, list[Served]] = {}
-    for state in states.values():
+    for state in (best, *(state for rules in states.values() for state in rules.values())):
         if state.round not in models:
             say.doing(f"{title}: models of round {state.round}")
             settled = federation.settled(state)
             models[state.round] = _models(job, federation, state, settled, say)
             if welcoming and state.round == best.round:
                 save_welcome(job, federation, state, settled)
-    origin = {"seed": job.seed, "task-hash": job.task.hash, "fedshift": fedshift.__version__}
     for spec in waiting:
         say.doing(f"{title}: adapter {spec.title}")
-        adapters = {name: job.setup.adapter(spec, method) for name, method in job.setup.methods.items()}
-        by_round: dict[int, list[dict[str, Any]]] = {}
-        for round_, offered in models.items():
-            made: list[dict[str, Any]] = []
-            for served in offered:
-                if served.model == "after-local" and spec.name != "none":
-                    continue
-                scores = federation.evaluate(adapters, served.trees, list(job.task.streams))
-                made += [
-                    {**_row(served, stream, scores), "setting": asdict(job.task.setting(stream))}
-                    for stream in job.task.streams
-                ]
-            by_round[round_] = made
+        by_round = {
+            state.round: _rows(job, federation, spec, models[state.round]) for state in states[spec.title].values()
+        }
+        origin = {"seed": job.seed, "task-hash": job.task.hash, "fedshift": fedshift.__version__}
+        named = {"adapter": spec.name, "options": spec.options(), "code": code_digest(ADAPTERS[spec.name].make)}
         scored = [
-            {
-                "selection": rule,
-                "round": state.round,
-                "adapter": spec.name,
-                "options": spec.options(),
-                "code": code_digest(ADAPTERS[spec.name].make),
-                **row,
-                **origin,
-            }
-            for rule, state in states.items()
+            {"selection": rule, "round": state.round, **named, **row, **origin}
+            for rule, state in states[spec.title].items()
             for row in by_round[state.round]
         ]
         job.folder.write_scores(spec.title, _completed(scored, spec, job.experiment))
@@ -83,6 +66,26 @@ def score(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
         say.doing(f"{title}: features")
         own = [served.trees for served in models[best.round] if served.model == job.model]
         save_features(job, federation, {name: tree for trees in own for name, tree in trees.items()}, best.round, say)
+
+
+def _states(job: Job, spec: AdapterSpec, best: State, compute: Compute) -> dict[str, State]:
+    """The states on which an adapter is scored, by the rule that selects them."""
+    own = spec in job.setup.spec.validated(job.experiment.evaluate)
+    chosen = job.folder.best(compute.device, spec.title) if own else best
+    return {"last": job.folder.last(compute.device), "best-val": chosen}
+
+
+def _rows(job: Job, federation: Federation, spec: AdapterSpec, offered: Sequence[Served]) -> list[dict[str, Any]]:
+    """An adapter's scores on every stream; models that were just trained on labels are scored as they are."""
+    adapters, made = job.setup.adapters(spec), list[dict[str, Any]]()
+    for served in offered:
+        if served.model == "after-local" and spec.name != "none":
+            continue
+        scores = federation.evaluate(adapters, served.trees, list(job.task.streams))
+        made += [
+            {**_row(served, stream, scores), "setting": asdict(job.task.setting(stream))} for stream in job.task.streams
+        ]
+    return made
 
 
 def _completed(scored: Sequence[Mapping[str, Any]], spec: AdapterSpec, experiment: Experiment) -> list[dict[str, Any]]:

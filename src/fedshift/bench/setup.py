@@ -106,7 +106,11 @@ class Setup:
     @cached_property
     def plain(self) -> dict[str, Adapter]:
         """No adaptation, by architecture."""
-        return {name: self.adapter(AdapterSpec(name="none"), method) for name, method in self.methods.items()}
+        return self.adapters(AdapterSpec(name="none"))
+
+    def adapters(self, spec: AdapterSpec) -> dict[str, Adapter]:
+        """An adapter by architecture."""
+        return {name: self.adapter(spec, method) for name, method in self.methods.items()}
 
     def adapter(self, spec: AdapterSpec, method: Method) -> Adapter:
         """An adapter on a method's deployed models; raises if the pair is not valid."""

@@ -186,7 +186,24 @@ def _validate(job: Job, federation: Federation, state: State, progress: Progress
     job.folder.log(line)
     accuracy = summarise(by_part["val"]).all
     progress = replace(progress, lines=progress.lines + 1)
+    if state.round < job.chosen_from:
+        return progress
     if accuracy > progress.best:  # never true without validation data: NaN
         job.folder.save_best(state)
         progress = replace(progress, best=accuracy, best_round=state.round)
+    return _validate_adapted(job, federation, state, progress)
+
+
+def _validate_adapted(job: Job, federation: Federation, state: State, progress: Progress) -> Progress:
+    """The same after every adapter's own, label-free adaptation to the validation images, where that chooses its round."""
+    for spec in job.setup.spec.validated(job.experiment.evaluate):
+        started = time.perf_counter()
+        scores = federation.evaluate(job.setup.adapters(spec), federation.deployed(state), ["val"])
+        reached = summarise({name: score for (name, _), score in scores.items()})
+        line = {"round": state.round, "adapter": spec.title, "val": reached.as_dict()}
+        job.folder.log({**line, "seconds": round(time.perf_counter() - started, 4)})
+        progress = replace(progress, lines=progress.lines + 1)
+        if reached.all > progress.adapted.get(spec.title, float("-inf")):
+            job.folder.save_best(state, spec.title)
+            progress = replace(progress, adapted={**progress.adapted, spec.title: reached.all})
     return progress

@@ -16,6 +16,8 @@ from torch import Tensor
 NUMBERS = 11  # uniform numbers that one view needs
 SHIFT_NUMBERS = 3  # and one shifted image
 LUMA = (0.299, 0.587, 0.114)
+# how much colours change in a view, after MoCo: how often, factors 1 +- JITTER, turns of the hue, how often gray
+JITTERED, JITTER, HUE_RANGE, GRAY = 0.8, 0.4, 0.1, 0.2
 
 
 def _hue_turn() -> tuple[tuple[tuple[float, float, float], ...], ...]:
@@ -59,17 +61,14 @@ def contrastive_views(
     numbers: Tensor,
     flip: bool = True,
     smallest: float = 0.2,
-    jitter: float = 0.4,
-    hue: float = 0.1,
-    jittered: float = 0.8,
-    gray: float = 0.2,
+    colour: float = 1.0,
 ) -> Tensor:
     """MoCo-style views: a random part of the image at full size, other colours, sometimes gray, perhaps mirrored.
 
     ``x`` is ``[n, channels, H, W]`` in [0, 1], ``numbers`` is ``[n, NUMBERS]`` uniform. The part has between ``smallest``
-    and all of the area and sides in a ratio of 3/4 to 4/3. With probability ``jittered`` brightness, contrast and
-    saturation change by a factor in ``1 +- jitter`` and the hue by up to ``hue`` of a full turn, in this order; with
-    probability ``gray`` colours go. Saturation and hue only where there are three channels.
+    and all of the area and sides in a ratio of 3/4 to 4/3. With probability 0.8 brightness, contrast and saturation change
+    by a factor in ``1 +- 0.4 colour`` and the hue by up to ``0.1 colour`` of a full turn, in this order; with probability
+    ``0.2 colour`` colours go. Saturation and hue only where there are three channels; ``colour = 0`` leaves all as it is.
 
     >>> x = torch.rand(2, 3, 8, 8)
     >>> contrastive_views(x, torch.rand(2, NUMBERS)).shape
@@ -78,8 +77,8 @@ def contrastive_views(
     u = numbers.to(x.dtype).unbind(1)
     view = _part(x, u[0], u[1], u[2], u[3], u[4] < 0.5 if flip else torch.zeros_like(u[4], dtype=torch.bool), smallest)
     # a strength of zero leaves the colours as they are
-    strength = jitter * (u[10] < jittered).to(x.dtype)
-    factors = [(1 + strength * (2 * number - 1))[:, None, None, None] for number in u[5:8]]
+    strength = colour * (u[10] < JITTERED).to(x.dtype)
+    factors = [(1 + JITTER * strength * (2 * number - 1)).clamp(min=0)[:, None, None, None] for number in u[5:8]]
     view = (view * factors[0]).clamp(0, 1)
     middle = _gray(view).mean((1, 2, 3), keepdim=True)
     view = (middle + factors[1] * (view - middle)).clamp(0, 1)
@@ -87,8 +86,8 @@ def contrastive_views(
         return view
     plain = _gray(view)
     view = (plain + factors[2] * (view - plain)).clamp(0, 1)
-    view = _hue(view, 2 * math.pi * hue * (2 * u[8] - 1) * (u[10] < jittered))
-    return torch.where((u[9] < gray)[:, None, None, None], _gray(view).expand_as(view), view)
+    view = _hue(view, 2 * math.pi * HUE_RANGE * strength * (2 * u[8] - 1))
+    return torch.where((u[9] < GRAY * colour)[:, None, None, None], _gray(view).expand_as(view), view)
 
 
 def _part(x: Tensor, area: Tensor, ratio: Tensor, top: Tensor, left: Tensor, mirror: Tensor, smallest: float) -> Tensor:

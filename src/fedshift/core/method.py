@@ -149,7 +149,10 @@ class Method:
 
     @property
     def extra_rounds(self) -> int:
-        """Rounds of its own after the experiment's (``now.round >= now.rounds``); they are stated with the run."""
+        """Rounds of its own after the experiment's (``now.round >= now.rounds``); they are stated with the run.
+
+        Before them training is half done, so validation chooses among them only.
+        """
         return 0
 
     # ---- before anything runs -------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ class FedICON(DescribedMethod):
     head_lr: float = 1.0  # features are small, because the contrast does not see their length
     flip: bool = True
     crop: float = 0.2  # a view shows at least this share of the image
+    colour: float = 1.0  # how much a view's colours change; 0 leaves them alone
     projection: bool = False  # contrast behind two more layers, which are thrown away afterwards
 
     personal: ClassVar[bool] = True
@@ -67,6 +68,7 @@ class FedICON(DescribedMethod):
             head_epochs=self.head_epochs,
             personal_epochs=self.personal_epochs,
             head_lr=self.head_lr,
+            colour=self.colour,
         )
 
     @property
@@ -96,7 +98,7 @@ class FedICON(DescribedMethod):
         if phase.name != "contrastive":
             return super().loss(state, tensors, batch, phase)
         x, numbers = batch["x"], batch["views"]
-        views = [augment.contrastive_views(x, drawn, self.flip, self.crop) for drawn in numbers.unbind(1)]
+        views = [augment.contrastive_views(x, drawn, self.flip, self.crop, self.colour) for drawn in numbers.unbind(1)]
         z, _, buffers = self.arch.encode(tensors, torch.cat(views), phase.batch_stats)
         if self.projection:
             z = projection.projected(tensors, z)
