@@ -158,6 +158,7 @@ def test_captured_steps_serve_rounds_with_other_clients(compiled: bool) -> None:
         {"lr_decay": 0.5},
         {"augment": "shift"},
         {"augment": "shift-flip"},
+        {"augment": "flip"},
     ],
 )
 def test_agreement_for_all_training_settings(changes: dict) -> None:

@@ -114,7 +114,7 @@ def test_a_method_deploys_what_it_declares(method_name: str, net: str) -> None:
 
 
 def test_needs_of_methods_and_adapters_are_words_that_have_a_meaning() -> None:
-    known = {"norm", "batch-norm", "erasers"}
+    known = {"norm", "batch-norm", "erasers", "stochastic"}
     slots = {slot for entry in METHODS.values() for slot in entry.make.deploys}
     for name, entry in METHODS.items():
         assert entry.make.needs <= known, name

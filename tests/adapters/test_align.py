@@ -17,10 +17,11 @@ from fedshift.bench.experiment import AdapterSpec, MethodSpec
 from fedshift.bench.federation import Federation
 from fedshift.bench.setup import Setup
 from fedshift.core import erasure
-from fedshift.core.adapter import Adapter, batch_sizes
+from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch
 from fedshift.core.method import Train
 from fedshift.core.registry import ADAPTERS, METHODS
+from fedshift.core.schedule import batch_sizes
 from fedshift.core.tree import Tensors, Tree
 from fedshift.data import sources
 from fedshift.data.partition import ByDomain

@@ -578,7 +578,7 @@ def test_an_ensembles_accuracy_on_a_mixture_can_be_that_of_neither_part() -> Non
 
 
 # ---- manners ------------------------------------------------------------------------------------------------------------
-EPISODIC = ("the", "the-plus", "memo", "lp-ft", "t3a", "tsa", "none", "blend")
+EPISODIC = ("the", "the-plus", "memo", "lp-ft", "t3a", "tsa", "none", "blend", "deterministic")
 
 
 def everything(arch: Arch, dtype: torch.dtype = torch.float64) -> Tree:

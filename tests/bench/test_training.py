@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from fedshift.bench import training
-from fedshift.bench.experiment import EvaluateSpec, Experiment, MethodSpec
+from fedshift.bench import scoring, training
+from fedshift.bench.experiment import AdapterSpec, EvaluateSpec, Experiment, MethodSpec
 from fedshift.bench.federation import Federation, step_together
 from fedshift.bench.job import Job
 from fedshift.bench.progress import Silent
 from fedshift.bench.runner import _jobs, run
 from fedshift.bench.setup import make_setup, make_task
+from fedshift.bench.welcome import Welcome
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tree
 from fedshift.engines.sequential import Sequential
@@ -157,6 +159,8 @@ def test_an_adapter_chooses_its_round_after_its_own_adaptation(tmp_path: Path) -
     validation = [line["global/val/clients"]["all"] for line in job.folder.lines() if "global/val/clients" in line]
     assert stored == {"none": 1 + validation.index(max(validation)), "tent": 1 + reached.index(max(reached))}
     assert stored["none"] != stored["tent"], "with one choice for both this would show nothing"
+    for adapter, title in (("", "none"), ("tent", "tent"), ("t3a", "none")):
+        assert Welcome.load(job.folder.path, adapter).now.round == stored[title]
 
 
 def test_adapters_are_part_of_a_run_only_where_they_choose_its_round(tmp_path: Path) -> None:
@@ -167,3 +171,32 @@ def test_adapters_are_part_of_a_run_only_where_they_choose_its_round(tmp_path: P
 
     assert folder(False, "none") == folder(False, "none", "t3a") == folder(True, "none")
     assert folder(True, "none", "t3a") != folder(True, "none")
+    assert folder(True, "t3a", "lp-ft") == folder(True, "lp-ft", "t3a")
+
+
+def test_what_only_stands_beside_scores_is_no_part_of_a_run(tmp_path: Path) -> None:
+    def folder(**beside: object) -> Path:
+        adapter = AdapterSpec.model_validate({"name": "t3a", **beside})
+        method = MethodSpec(name="fedavg", adapters=[adapter])
+        experiment = SMALL.model_copy(update={"method": [method], "evaluate": EvaluateSpec(adapted=True)})
+        return next(_jobs(experiment, tmp_path, None, None, Silent())).folder.path
+
+    assert folder() == folder(paper={"original": 12.5}) == folder(family="some")
+
+
+def test_an_adapter_is_scored_once_where_two_rules_select_the_same_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    rows = scoring._rows
+
+    def counted(job: Job, federation: Federation, spec: AdapterSpec, *more: Any) -> list[dict[str, Any]]:
+        calls.append(spec.title)
+        return rows(job, federation, spec, *more)
+
+    monkeypatch.setattr(scoring, "_rows", counted)
+    method = MethodSpec(name="fedavg", adapters=[{"name": "none"}, {"name": "t3a"}])
+    experiment = SMALL.model_copy(update={"method": [method], "evaluate": EvaluateSpec(every=0)})
+    result = run(experiment, tmp_path, engine="sequential")
+    assert {rule for row in result.rows for rule, _ in row.values} == {"last", "best-val"}
+    assert calls == ["none", "t3a"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,6 +35,15 @@ def test_every_shift_occurs() -> None:
     assert places == {(row, column) for row in range(6, 11) for column in range(6, 11)}
 
 
+def test_without_moves_images_are_mirrored_or_themselves() -> None:
+    x, numbers = torch.rand(40, 3, 16, 16), torch.rand(40, augment.SHIFT_NUMBERS)
+    mirrored = numbers[:, 2] < 0.5
+    assert mirrored.any()
+    assert not mirrored.all()
+    expected = torch.where(mirrored[:, None, None, None], x.flip(3), x)
+    assert torch.equal(augment.shifted(x, numbers, move=False), expected)
+
+
 @pytest.mark.parametrize("function", [augment.shifted, augment.contrastive_views])
 def test_a_view_is_its_own_affair(function) -> None:  # type: ignore[no-untyped-def]
     count = augment.SHIFT_NUMBERS if function is augment.shifted else augment.NUMBERS
@@ -62,3 +73,19 @@ def test_contrastive_views_at_their_limits() -> None:
     changed[:, 5:11] = 0.1
     assert augment.contrastive_views(x, changed).sub(x).abs().max() > 0.1
     assert torch.allclose(augment.contrastive_views(x, changed, colour=0.0), x, atol=1e-3)
+
+
+@pytest.mark.parametrize("smallest", [0.2, 0.6, 0.9, 1.0])
+def test_a_part_has_the_area_it_was_drawn_with_and_sides_that_are_not_too_long(smallest: float) -> None:
+    """On ramps the slope of a view tells how much of each side it shows."""
+    side, count = 32, 400
+    ramp = (torch.arange(side, dtype=torch.float64) + 0.5) / side
+    x = torch.stack([ramp.expand(side, side), ramp[:, None].expand(side, side)]).expand(count, -1, -1, -1)
+    numbers = torch.rand(count, augment.NUMBERS, dtype=torch.float64)
+    view = augment.contrastive_views(x, numbers, flip=False, smallest=smallest, colour=0.0)
+    inside = slice(side // 4, -side // 4)  # at the rim there is nothing to interpolate with
+    width = view[:, 0, inside, inside].diff(dim=2).mean((1, 2)) * side
+    height = view[:, 1, inside, inside].diff(dim=1).mean((1, 2)) * side
+    assert torch.allclose(width * height, smallest + (1 - smallest) * numbers[:, 0], atol=1e-6)
+    assert ((width / height).log().abs() <= math.log(4 / 3) + 1e-6).all()
+    assert max(width.max(), height.max()) <= 1 + 1e-9

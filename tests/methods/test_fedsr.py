@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
+from fedshift.adapters.deterministic import Deterministic
 from fedshift.bench.federation import Federation, State
 from fedshift.core import gaussians, rng
 from fedshift.core.arch import Arch
@@ -348,6 +349,15 @@ def test_no_samples_predict_with_the_mean() -> None:
         )
         assert torch.equal(found.logits, plain.logits)
         assert equal(found.buffers, plain.buffers)
+
+
+def test_the_deterministic_adapter_predicts_with_the_mean_too() -> None:
+    drawing, plain = (FedSR(stochastic(AWKWARD), TRAIN, samples=samples) for samples in (20, 0))
+    state = {"model": double(drawing.arch.init(0))}
+    found, after = Deterministic(arch=drawing.arch, forward=drawing.forward).predict(state, images(), {})
+    assert after is state
+    assert torch.equal(found.logits, plain.forward(state, images()).logits)
+    assert not torch.allclose(found.logits.softmax(1), drawing.forward(state, images()).logits.softmax(1))
 
 
 def test_many_samples_come_close_to_the_expectation() -> None:

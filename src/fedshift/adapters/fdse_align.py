@@ -10,10 +10,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedshift.core import erasure
-from fedshift.core.adapter import Adapter, batch_sizes
+from fedshift.core.adapter import Adapter
 from fedshift.core.checks import not_negative
 from fedshift.core.grad import gradient
 from fedshift.core.registry import adapter
+from fedshift.core.schedule import batch_sizes
 from fedshift.core.tree import Tensors, Tree, pick
 from fedshift.errors import UserError
 

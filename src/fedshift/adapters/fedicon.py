@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from fedshift.core import augment
-from fedshift.core.adapter import Adapter, batch_sizes
+from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
 from fedshift.core.checks import in_unit_interval, not_negative, positive
 from fedshift.core.grad import gradient
 from fedshift.core.losses import contrastive
 from fedshift.core.method import Draw
 from fedshift.core.registry import adapter
+from fedshift.core.schedule import batch_sizes
 from fedshift.core.tree import Tensors, Tree, pick
 from fedshift.errors import UserError
 

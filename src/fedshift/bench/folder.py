@@ -10,6 +10,7 @@ if they were asked for; ``welcome.safetensors`` is what clients nobody has seen 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -65,9 +66,11 @@ class RunFolder:
     def begin(self, config: str) -> None:
         """Make the folder, empty of an earlier attempt."""
         (self.path / "adapters").mkdir(parents=True, exist_ok=True)
-        scores = (self.path / "adapters").glob("*.jsonl")
         files = (self.path / name for name in ("best.safetensors", COSTS, FEATURES, WELCOME))
-        for old in (*self.checkpoints(), *files, *scores, *(self.path / "best").glob("*.safetensors")):
+        by_adapter = (
+            self.path.glob(names) for names in ("adapters/*.jsonl", "best/*.safetensors", "welcome/*.safetensors")
+        )
+        for old in (*self.checkpoints(), *files, *itertools.chain(*by_adapter)):
             old.unlink(missing_ok=True)
         self.write("metrics.jsonl", "")
         self.write("config.toml", config)

@@ -21,7 +21,7 @@ from fedshift.errors import UserError
 
 FORMAT = 1  # raise when the same settings would give other numbers
 # what a run has beside an experiment's settings
-FACTS = ("format", "seed", "task-hash", "networks", "sweep-point", "code", "method", "validated")
+FACTS = ("format", "seed", "task-hash", "networks", "sweep-point", "code", "method", "validated", "chosen-from")
 
 
 def config_of(
@@ -29,7 +29,7 @@ def config_of(
 ) -> dict[str, Any]:
     """What decides the training of one run; adapters do not, so that new ones can be added to a finished run.
 
-    Those that choose a round of their own while it is trained do.
+    Those that choose a round of their own while it is trained do; what only stands beside their scores does not.
     """
     others = ("method", "seeds", "sweep", "name", "title", "baselines", "scale", "notes")
     whole = variant.model_dump(
@@ -39,8 +39,11 @@ def config_of(
     method = {key: value for key, value in spec.model_dump(by_alias=True).items() if key != "adapters"}
     facts = {"format": FORMAT, "seed": seed, "task-hash": task.hash, "networks": arch, "sweep-point": dict(point)}
     code = code_digest(type(setup.method))
-    validated = [adapter.model_dump(by_alias=True) for adapter in spec.validated(variant.evaluate)]
-    own = {**({"code": code} if code else {}), **({"validated": validated} if validated else {})}
+    choosers = sorted(spec.validated(variant.evaluate), key=lambda adapter: adapter.title)
+    validated = [adapter.model_dump(by_alias=True, exclude={"paper", "family"}) for adapter in choosers]
+    extra = setup.method.extra_rounds
+    optional = {"code": code, "validated": validated, "chosen-from": variant.rounds + 1 if extra else 0}
+    own = {key: value for key, value in optional.items() if value}
     return {**facts, **own, "method": method, **whole}
 
 

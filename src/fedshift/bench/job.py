@@ -37,7 +37,7 @@ class Job:
     @property
     def chosen_from(self) -> int:
         """The first round whose state validation may choose: before a method's own rounds its models are half-trained."""
-        return self.experiment.rounds + 1 if self.rounds > self.experiment.rounds else 0
+        return int(self.config.get("chosen-from", 0))
 
     @property
     def title(self) -> str:

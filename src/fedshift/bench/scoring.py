@@ -14,11 +14,11 @@ from fedshift.bench.code import code_digest
 from fedshift.bench.experiment import AdapterSpec, Experiment
 from fedshift.bench.features import lacking, save_features
 from fedshift.bench.federation import Federation, Settled, State
-from fedshift.bench.folder import NOTES, WELCOME
+from fedshift.bench.folder import NOTES
 from fedshift.bench.job import Job
 from fedshift.bench.metrics import mean_over, metric_parts, summarise
 from fedshift.bench.progress import Reporter
-from fedshift.bench.welcome import save_welcome
+from fedshift.bench.welcome import save_welcome, welcome_file
 from fedshift.core.registry import ADAPTERS
 from fedshift.core.tree import Tree
 from fedshift.engines.auto import Engine
@@ -35,44 +35,38 @@ def score(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
             job.folder.write_scores(spec.title, rows)
     title = job.title
     featured = lacking(job)
-    welcoming = not (job.folder.path / WELCOME).is_file()
+    choosers = ["", *(spec.title for spec in job.setup.spec.validated(job.experiment.evaluate))]
+    welcoming = not all((job.folder.path / welcome_file(name)).is_file() for name in choosers)
     if not waiting and not featured and not welcoming:
         return
     federation = job.federation(engine, compute, say)
-    best = job.folder.best(compute.device)
-    states = {spec.title: _states(job, spec, best, compute) for spec in waiting}
+    chosen = {name: job.folder.best(compute.device, name) for name in choosers}
+    best = chosen[""]  # of all adapters that did not choose for themselves
+    last = [job.folder.last(compute.device)] if waiting else []
     models: dict[int, list[Served]] = {}
-    for state in (best, *(state for rules in states.values() for state in rules.values())):
+    for state in (*last, *chosen.values()):
         if state.round not in models:
             say.doing(f"{title}: models of round {state.round}")
             settled = federation.settled(state)
             models[state.round] = _models(job, federation, state, settled, say)
-            if welcoming and state.round == best.round:
-                save_welcome(job, federation, state, settled)
+            for adapter in (name for name, own in chosen.items() if welcoming and own.round == state.round):
+                save_welcome(job, federation, state, settled, adapter)
     for spec in waiting:
         say.doing(f"{title}: adapter {spec.title}")
-        by_round = {
-            state.round: _rows(job, federation, spec, models[state.round]) for state in states[spec.title].values()
-        }
+        rounds = {"last": last[0].round, "best-val": chosen.get(spec.title, best).round}
+        by_round = {number: _rows(job, federation, spec, models[number]) for number in set(rounds.values())}
         origin = {"seed": job.seed, "task-hash": job.task.hash, "fedshift": fedshift.__version__}
         named = {"adapter": spec.name, "options": spec.options(), "code": code_digest(ADAPTERS[spec.name].make)}
         scored = [
-            {"selection": rule, "round": state.round, **named, **row, **origin}
-            for rule, state in states[spec.title].items()
-            for row in by_round[state.round]
+            {"selection": rule, "round": number, **named, **row, **origin}
+            for rule, number in rounds.items()
+            for row in by_round[number]
         ]
         job.folder.write_scores(spec.title, _completed(scored, spec, job.experiment))
     if featured:
         say.doing(f"{title}: features")
         own = [served.trees for served in models[best.round] if served.model == job.model]
         save_features(job, federation, {name: tree for trees in own for name, tree in trees.items()}, best.round, say)
-
-
-def _states(job: Job, spec: AdapterSpec, best: State, compute: Compute) -> dict[str, State]:
-    """The states on which an adapter is scored, by the rule that selects them."""
-    own = spec in job.setup.spec.validated(job.experiment.evaluate)
-    chosen = job.folder.best(compute.device, spec.title) if own else best
-    return {"last": job.folder.last(compute.device), "best-val": chosen}
 
 
 def _rows(job: Job, federation: Federation, spec: AdapterSpec, offered: Sequence[Served]) -> list[dict[str, Any]]:

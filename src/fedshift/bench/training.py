@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from fedshift.bench.folder import Progress, toml_text
 from fedshift.bench.job import Job
 from fedshift.bench.metrics import summarise
 from fedshift.bench.progress import Reporter
+from fedshift.core.tree import Tree
 from fedshift.engines.auto import Engine
 from fedshift.engines.together import Together, share_images
 from fedshift.engines.vmapped import Vmapped
@@ -176,7 +177,8 @@ def _validate(job: Job, federation: Federation, state: State, progress: Progress
     """Score validation data (and test streams for the oracle), and keep the state if it is the best so far."""
     parts = ["val", *(job.task.streams if job.experiment.evaluate.oracle else ())]
     started = time.perf_counter()
-    scores = federation.evaluate(job.setup.plain, federation.deployed(state), parts)
+    deployed = federation.deployed(state)
+    scores = federation.evaluate(job.setup.plain, deployed, parts)
     model = job.model
     by_part = {part: {name: score for (name, p), score in scores.items() if p == part} for part in parts}
     line: dict[str, Any] = {"round": state.round}
@@ -191,14 +193,16 @@ def _validate(job: Job, federation: Federation, state: State, progress: Progress
     if accuracy > progress.best:  # never true without validation data: NaN
         job.folder.save_best(state)
         progress = replace(progress, best=accuracy, best_round=state.round)
-    return _validate_adapted(job, federation, state, progress)
+    return _validate_adapted(job, federation, state, deployed, progress)
 
 
-def _validate_adapted(job: Job, federation: Federation, state: State, progress: Progress) -> Progress:
+def _validate_adapted(
+    job: Job, federation: Federation, state: State, deployed: Mapping[str, Tree], progress: Progress
+) -> Progress:
     """The same after every adapter's own, label-free adaptation to the validation images, where that chooses its round."""
     for spec in job.setup.spec.validated(job.experiment.evaluate):
         started = time.perf_counter()
-        scores = federation.evaluate(job.setup.adapters(spec), federation.deployed(state), ["val"])
+        scores = federation.evaluate(job.setup.adapters(spec), deployed, ["val"])
         reached = summarise({name: score for (name, _), score in scores.items()})
         line = {"round": state.round, "adapter": spec.title, "val": reached.as_dict()}
         job.folder.log({**line, "seconds": round(time.perf_counter() - started, 4)})

@@ -2,7 +2,8 @@
 
 ``welcome.safetensors`` holds the server of the round chosen by validation after clients took their final phases and
 published (which needs their data, so it cannot be made up for later), and what the run's settings do not say: the
-classes, the shape of images, the names and shapes of the networks' entries.
+classes, the shape of images, the names and shapes of the networks' entries. An adapter that chose a round of its own has
+its own, ``welcome/ADAPTER.safetensors``.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ class Welcome:
     shape: tuple[int, int, int]  # of an image: channels, height, width
     networks: Mapping[str, Mapping[str, tuple[int, ...]]]  # the names and shapes of their entries
 
-    def save(self, folder: Path) -> None:
-        """Into a run folder, all or nothing."""
+    def save(self, folder: Path, adapter: str = "") -> None:
+        """Into a run folder, all or nothing; ``adapter`` if it chose this round for itself."""
+        target = folder / welcome_file(adapter)
+        target.parent.mkdir(exist_ok=True)
         facts = {
             "now": asdict(self.now),
             "seed": self.seed,
@@ -45,17 +48,18 @@ class Welcome:
             "shape": self.shape,
             "networks": self.networks,
         }
-        save(folder / WELCOME, {"server": self.server, "public": {"public": self.public}}, facts)
+        save(target, {"server": self.server, "public": {"public": self.public}}, facts)
 
     @staticmethod
-    def load(folder: Path) -> Welcome:
-        """From a run folder."""
+    def load(folder: Path, adapter: str = "") -> Welcome:
+        """From a run folder, for this adapter if it chose its own round."""
         if not (folder / WELCOME).is_file():
             raise UserError(
                 f"{folder} has no {WELCOME}, which older versions did not write: repeat its fedshift run to add it, "
                 "finished rounds are not run again"
             )
-        trees, stored = load(folder / WELCOME)
+        path = next(path for path in (folder / welcome_file(adapter), folder / WELCOME) if path.is_file())
+        trees, stored = load(path)
         facts: Mapping[str, Any] = stored
         try:
             channels, height, width = facts["shape"]
@@ -73,11 +77,16 @@ class Welcome:
                 },
             )
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{folder / WELCOME} is damaged or of another version ({error!r})") from None
+            raise UserError(f"{path} is damaged or of another version ({error!r})") from None
 
 
-def save_welcome(job: Job, federation: Federation, state: State, settled: Settled) -> None:
-    """Keep what newcomers need of a state."""
+def welcome_file(adapter: str) -> str:
+    """Where it lies in a run folder."""
+    return f"welcome/{adapter}.safetensors" if adapter else WELCOME
+
+
+def save_welcome(job: Job, federation: Federation, state: State, settled: Settled, adapter: str = "") -> None:
+    """Keep what newcomers need of a state; ``adapter`` if it chose this round for itself."""
     methods = job.setup.methods
     Welcome(
         server=settled.server,
@@ -88,7 +97,7 @@ def save_welcome(job: Job, federation: Federation, state: State, settled: Settle
         classes=job.task.classes,
         shape=job.task.shape,
         networks={name: entries_of(method.arch) for name, method in methods.items()},
-    ).save(job.folder.path)
+    ).save(job.folder.path, adapter)
 
 
 def entries_of(arch: Arch) -> dict[str, tuple[int, ...]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedshift.core.arch import Arch, BatchStats, Output
 from fedshift.core.method import Draw
+from fedshift.core.schedule import batch_sizes
 from fedshift.core.tree import Tensors, Tree
 
 
@@ -78,18 +79,6 @@ class Adapter:
     def update(self, tensors: Tensors, x: Tensor) -> Tensors:
         """One differentiable adaptation step, reusable inside a training loss."""
         return tensors
-
-
-def batch_sizes(samples: int, size: int) -> list[int]:
-    """How a set is cut into batches when one sample alone is no batch: a last one joins those before it.
-
-    >>> batch_sizes(7, 3), batch_sizes(6, 3), batch_sizes(1, 3)
-    ([3, 4], [3, 3], [1])
-    """
-    full, rest = divmod(samples, size)
-    if rest == 1 and full:
-        return [*[size] * (full - 1), size + 1]
-    return [size] * full + [rest] * (rest > 0)
 
 
 def with_refreshed_statistics(forward: Forward, state: Tree, x: Tensor, batch_size: int, passes: int) -> Tree:

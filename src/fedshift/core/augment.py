@@ -34,7 +34,7 @@ def _hue_turn() -> tuple[tuple[tuple[float, float, float], ...], ...]:
 HUE = _hue_turn()  # plain numbers: nothing is copied to a device while a CUDA graph is captured
 
 
-def shifted(x: Tensor, numbers: Tensor, flip: bool = True) -> Tensor:
+def shifted(x: Tensor, numbers: Tensor, flip: bool = True, move: bool = True) -> Tensor:
     """Images moved by up to an eighth of their sides, black where nothing was, and mirrored with probability 1/2.
 
     The usual augmentation of small images (crop out of a padded image, flip). ``numbers`` is ``[n, SHIFT_NUMBERS]`` uniform.
@@ -44,9 +44,10 @@ def shifted(x: Tensor, numbers: Tensor, flip: bool = True) -> Tensor:
     True
     """
     height, width = x.shape[2:]
+    reach = (height // 8, width // 8) if move else (0, 0)
     rows, columns = (
         torch.arange(side, device=x.device) + (number * (2 * pad + 1)).floor().clamp(max=2 * pad).long()[:, None] - pad
-        for side, number, pad in zip((height, width), numbers.unbind(1), (height // 8, width // 8), strict=False)
+        for side, number, pad in zip((height, width), numbers.unbind(1), reach, strict=False)
     )
     if flip:
         columns = torch.where((numbers[:, 2] < 0.5)[:, None], columns.flip(1), columns)
@@ -65,10 +66,11 @@ def contrastive_views(
 ) -> Tensor:
     """MoCo-style views: a random part of the image at full size, other colours, sometimes gray, perhaps mirrored.
 
-    ``x`` is ``[n, channels, H, W]`` in [0, 1], ``numbers`` is ``[n, NUMBERS]`` uniform. The part has between ``smallest``
-    and all of the area and sides in a ratio of 3/4 to 4/3. With probability 0.8 brightness, contrast and saturation change
-    by a factor in ``1 +- 0.4 colour`` and the hue by up to ``0.1 colour`` of a full turn, in this order; with probability
-    ``0.2 colour`` colours go. Saturation and hue only where there are three channels; ``colour = 0`` leaves all as it is.
+    ``x`` is ``[n, channels, H, W]`` in [0, 1], ``numbers`` is ``[n, NUMBERS]`` uniform. The part has between
+    ``smallest`` and all of the area and sides in a ratio of 3/4 to 4/3 where they fit. With probability 0.8
+    brightness, contrast and saturation change by a factor in ``1 +- 0.4 colour`` and the hue by up to ``0.1 colour``
+    of a full turn, in this order; with probability ``0.2 colour`` colours go. Saturation and hue only where there are
+    three channels; ``colour = 0`` leaves all as it is.
 
     >>> x = torch.rand(2, 3, 8, 8)
     >>> contrastive_views(x, torch.rand(2, NUMBERS)).shape
@@ -93,8 +95,9 @@ def contrastive_views(
 def _part(x: Tensor, area: Tensor, ratio: Tensor, top: Tensor, left: Tensor, mirror: Tensor, smallest: float) -> Tensor:
     """A rectangle of each image, scaled to the whole by bilinear sampling."""
     share = smallest + (1 - smallest) * area
-    sides = ((2 * ratio - 1) * math.log(4 / 3)).exp()
-    height, width = (share / sides).sqrt().clamp(max=1), (share * sides).sqrt().clamp(max=1)
+    widest = (-share.log()).clamp(max=math.log(4 / 3))  # a large part has no room for long sides
+    sides = ((2 * ratio - 1) * widest).exp()
+    height, width = (share / sides).sqrt(), (share * sides).sqrt()
     # grid_sample's coordinates run from -1 to 1 over the image; pixels sit in the middle of their cells
     rows, columns = (
         (2 * torch.arange(side, dtype=x.dtype, device=x.device) + 1) / side - 1 for side in (x.shape[2], x.shape[3])

@@ -49,7 +49,7 @@ class Train:
     clip: float | None = None  # joint gradient norm
     last_batch: Literal["keep", "drop", "wrap"] = "keep"
     weights: Literal["size", "uniform"] = "size"  # FedAvg's weights
-    augment: Literal["none", "shift", "shift-flip"] = "none"  # of the images a phase trains on
+    augment: Literal["none", "flip", "shift", "shift-flip"] = "none"  # of the images a phase trains on
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, in the words of the TOML file."""
@@ -309,7 +309,8 @@ class Method:
         if phase.trainable == frozenset():
             return self.fold(state, batch, phase)
         if self._augments(phase):
-            x = augment.shifted(batch["x"], batch[SHIFT], flip=self.train.augment == "shift-flip")
+            how = self.train.augment
+            x = augment.shifted(batch["x"], batch[SHIFT], flip="flip" in how, move="shift" in how)
             batch = {**batch, "x": x}
         return self.client_step(state, batch, phase)
 

@@ -9,12 +9,14 @@ from fedshift.core.arch import Arch
 from fedshift.core.erasure import Eraser
 from fedshift.core.method import Method
 from fedshift.core.registry import METHODS
+from fedshift.core.stochastic import Stochastic
 from fedshift.errors import UserError
 
 REASONS: Mapping[str, str] = {
     "norm": "normalisation layers (for instance [model] norm = true)",
     "batch-norm": "BatchNorm layers (for instance [model] norm = true)",
     "erasers": "domain-shift erasers, which method 'fdse' makes of layers with BatchNorm ([model] norm = true)",
+    "stochastic": "a stochastic representation, which methods 'fedsr' and 'fedcir' have",
 }
 
 SLOTS: Mapping[str, str] = {
@@ -28,7 +30,12 @@ SLOTS: Mapping[str, str] = {
 
 def properties(arch: Arch) -> frozenset[str]:
     """What a network has that somebody may need."""
-    there = {"norm": bool(arch.norm), "batch-norm": arch.has_batch_norm, "erasers": bool(arch.layers(Eraser))}
+    there = {
+        "norm": bool(arch.norm),
+        "batch-norm": arch.has_batch_norm,
+        "erasers": bool(arch.layers(Eraser)),
+        "stochastic": bool(arch.layers(Stochastic)),
+    }
     return frozenset(name for name, has in there.items() if has)
 
 

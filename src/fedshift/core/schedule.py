@@ -68,19 +68,24 @@ def batches(n: int, phase: Phase, train: Train, seed: int, no_singles: bool) -> 
     return orders.flatten()[: sum(sizes)], sizes
 
 
+def batch_sizes(samples: int, size: int, no_singles: bool = True) -> list[int]:
+    """How a set is cut into batches; where one sample alone is no batch, a last one joins those before it.
+
+    >>> batch_sizes(7, 3), batch_sizes(6, 3), batch_sizes(1, 3), batch_sizes(7, 3, no_singles=False)
+    ([3, 4], [3, 3], [1], [3, 3, 1])
+    """
+    full, rest = divmod(samples, size)
+    if rest == 1 and full and no_singles:
+        return [*[size] * (full - 1), size + 1]
+    return [size] * full + [rest] * (rest > 0)
+
+
 def _sizes(n: int, train: Train, no_singles: bool) -> list[int]:
     """The batch sizes of one epoch."""
     full, rest = divmod(n, train.batch_size)
-    sizes = [train.batch_size] * full
-    if rest == 0:
-        return sizes
-    if full == 0:
-        return [rest]
-    if train.last_batch == "drop":
-        return sizes
-    if train.last_batch == "wrap":
-        return [*sizes, train.batch_size]
-    return [*sizes[:-1], train.batch_size + 1] if no_singles and rest == 1 else [*sizes, rest]
+    if train.last_batch == "keep" or full == 0:
+        return batch_sizes(n, train.batch_size, no_singles)
+    return [train.batch_size] * (full + (rest > 0 and train.last_batch == "wrap"))
 
 
 def fitting(phase: Phase, arch: Arch, size: int) -> Phase:

@@ -17,7 +17,7 @@ from fedshift.core import rng
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
 from fedshift.core.method import Facts, Method, Phase
-from fedshift.core.schedule import Plan, batches, draw, fitting, seeds_for
+from fedshift.core.schedule import Plan, batch_sizes, batches, draw, fitting, seeds_for
 from fedshift.core.tree import Tensors, Tree, all_finite, pick
 from fedshift.data.streams import Setting
 from fedshift.data.task import Client, Samples, Task
@@ -322,10 +322,7 @@ def chunks(index: Tensor, batch: int | None, otherwise: int = EVALUATION_CHUNK) 
     if len(index) == 0:
         return []
     size = min(batch or otherwise, len(index))
-    parts = list(index.split(size))
-    if batch is not None and size > 1 and len(parts) > 1 and len(parts[-1]) == 1:
-        parts = [*parts[:-2], torch.cat(parts[-2:])]
-    return parts
+    return list(index.split(batch_sizes(len(index), size, no_singles=batch is not None and size > 1)))
 
 
 def draws_of(adapter: Adapter, ids: Tensor, seed: int, compute: Compute) -> dict[str, Tensor]:

@@ -83,6 +83,7 @@ def join(
     """
     trained = read_run(choose_run(Path(run), method, seed), network)
     chosen = trained.choice(model, adapter)
+    trained = replace(trained, welcome=Welcome.load(trained.folder.path, chosen.adapter.title))
     source, title = Path(data), trained.spec.title
     client = name_of(source)
     folder = Path(out) if out is not None else trained.folder.path / "joined" / f"{client}-{chosen.adapter.title}"
