@@ -277,6 +277,19 @@ def test_the_curve_tells_loss_and_entropy_of_every_state(kind: str) -> None:
     assert points[-1]["loss"] < points[0]["loss"]
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_it_tells_how_sure_every_prediction_is(kind: str) -> None:
+    arch, _, tree = trained(kind)
+    adapter = on(arch, **FAST)
+    state = adapter.fit(adapter.init(tree), X, {})
+    found, _ = adapter.predict(state, X, {})
+    p = found.logits.softmax(1)
+    expected = -(p * p.log()).sum(1) / torch.tensor(float(CLASSES)).log()
+    assert torch.allclose(found.aux["uncertainty"], expected, atol=1e-10)
+    guess = {"model": {name: leaf * 0 if name in arch.head else leaf for name, leaf in tree["model"].items()}}
+    assert torch.allclose(adapter.predict({**state, **guess}, X, {})[0].aux["uncertainty"], torch.ones(len(X)).double())
+
+
 # ---- manners ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("options", [FAST, PLUS])
 @pytest.mark.parametrize("kind", MODELS)

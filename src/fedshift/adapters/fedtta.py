@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedshift.core.adapter import Adapter
+from fedshift.core.arch import Output
 from fedshift.core.checks import not_negative, positive
 from fedshift.core.grad import gradient
 from fedshift.core.learned_loss import RATE, SLOT, norms, stepped
@@ -42,6 +43,8 @@ class LearnedAdaptation(Adapter):
 
     The paper's networks have no BatchNorm. With it the step uses each batch's statistics, as training does (those of one
     image alone: the running ones); entropy and predictions use the running ones, which never move.
+
+    Told of every prediction: ``uncertainty``, its entropy over that of a guess.
     """
 
     steps: int = 1
@@ -53,6 +56,7 @@ class LearnedAdaptation(Adapter):
     include_initial: bool = False
 
     needs: ClassVar[frozenset[str]] = frozenset({"model", SLOT})
+    telemetry: ClassVar[tuple[str, ...]] = ("uncertainty",)
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
@@ -74,6 +78,12 @@ class LearnedAdaptation(Adapter):
             if waited >= self.patience:
                 break
         return best
+
+    def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
+        """The adapted model's answer, and how sure it is."""
+        output = self.forward(state, x)
+        doubt = entropy(output.logits) / math.log(max(output.logits.shape[1], 2))
+        return output._replace(aux={**output.aux, "uncertainty": doubt.clamp(0, 1)}), state
 
     def step(self, state: Tree, x: Tensor) -> tuple[Tree, Tensor]:
         """The state after a step on these images, and the loss before it."""

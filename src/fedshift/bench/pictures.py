@@ -25,7 +25,10 @@ PALETTE = ("#2b6cb0", "#dd6b20", "#2f855a", "#b83280", "#718096", "#6b46c1")
 STROKES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "p", "h")
 FEWEST, MOST = 3, 20  # clients a radar needs, and names it writes around itself
-AXES = {"e": "e, weight of the global head (0: all personal, 1: all global)"}  # what some adapters tell, in words
+AXES = {  # what some adapters tell, in words
+    "e": "e, weight of the global head (0: all personal, 1: all global)",
+    "uncertainty": "entropy of a prediction (0: sure, 1: a guess)",
+}
 
 
 def task_picture(task: Task, path: Path, examples: int = 8) -> None:
