@@ -18,10 +18,10 @@ import typer
 from fedshift.bench.experiment import AdapterSpec, Experiment, MethodSpec
 from fedshift.bench.federation import Federation, State
 from fedshift.bench.metrics import summarise
-from fedshift.bench.runner import steady
 from fedshift.bench.setup import Setup, make_setup, make_task
 from fedshift.data.task import Task
 from fedshift.engines.auto import Engine, device_for, engine_for
+from fedshift.engines.steady import steady
 from fedshift.engines.work import Compute
 
 

@@ -43,6 +43,7 @@ def run(
     ] = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with interrupted runs.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Begin interrupted runs again.")] = False,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", help="So many runs at the same time, a process for each.")] = 1,
 ) -> None:
     """Train every method of an experiment, test every adapter, print the table. Finished parts are not run again."""
     from fedshift.bench.experiment import Experiment
@@ -58,7 +59,14 @@ def run(
     reporter = Terminal(console)
     try:
         result = run_experiment(
-            chosen, out, engine=engine, device=device, resume=resume, restart=restart, reporter=reporter
+            chosen,
+            out,
+            engine=engine,
+            device=device,
+            resume=resume,
+            restart=restart,
+            processes=jobs,
+            reporter=reporter,
         )
     finally:
         reporter.close()

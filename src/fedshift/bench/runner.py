@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from fedshift.bench.collect import collect
-from fedshift.bench.costs import measured, published_by
-from fedshift.bench.counting import count
 from fedshift.bench.experiment import Experiment
-from fedshift.bench.folder import COSTS, RunFolder
+from fedshift.bench.finishing import finish
+from fedshift.bench.folder import RunFolder
 from fedshift.bench.identity import config_of
 from fedshift.bench.job import Job
 from fedshift.bench.progress import Reporter, Silent
 from fedshift.bench.results import Result
-from fedshift.bench.scoring import annotate, score
 from fedshift.bench.setup import PRECISIONS, Network, make_setup, make_task, with_baselines
-from fedshift.bench.training import groups, train
+from fedshift.bench.side_by_side import side_by_side
+from fedshift.bench.training import groups
 from fedshift.data.pool import Pool
 from fedshift.data.task import Task
-from fedshift.engines.auto import Engine, device_for, engine_for
+from fedshift.engines.auto import device_for, engine_for
+from fedshift.engines.steady import steady
 from fedshift.engines.work import Compute
 from fedshift.errors import UserError
 
@@ -36,6 +32,7 @@ def run(
     device: str = "auto",
     resume: bool = False,
     restart: bool = False,
+    processes: int = 1,
     network: Network | None = None,
     data: Pool | Task | None = None,
     reporter: Reporter | None = None,
@@ -44,7 +41,7 @@ def run(
 
     ``network`` is your own ``nn.Module`` (or a function that makes one) instead of ``[model]``; ``data`` your own pool or
     task instead of ``[data]``. Finished runs are read, not run again; unfinished ones need ``resume`` (go on from the
-    last checkpoint) or ``restart`` (begin again).
+    last checkpoint) or ``restart`` (begin again). ``processes``: so many runs at the same time, a process for each.
 
     >>> import tempfile
     >>> small = Experiment(rounds=1, baselines=False, data={"size": 8}, model={"name": "mlp", "hidden": [8]})
@@ -53,6 +50,8 @@ def run(
     ['fedavg']
     """
     say = reporter or Silent()
+    if processes < 1:
+        raise UserError(f"at least one run must be made at a time, not {processes}")
     compute = Compute(device_for(device), PRECISIONS[experiment.precision])
     with steady(experiment.precision == "fast"):
         jobs = list(_jobs(experiment, Path(out), network, data, say))
@@ -64,36 +63,21 @@ def run(
             max(len(job.task.clients) for job in jobs),
         )
         _check_writable(Path(out), jobs)
+        if processes > 1 and chosen == "parallel":  # the cores are taken
+            chosen = "sequential"
         say.plan([(job.setup.spec.title, job.seed, job.rounds) for job in jobs], chosen, str(compute.device))
         try:
-            for group in groups(jobs, worker, compute):
-                train(group, worker, compute, resume, say)
-                for job in group:
-                    score(job, worker, compute, say)
-                    _account(job, worker, compute, say)
-                    annotate(job)
+            together = groups(jobs, worker, compute)
+            if processes > 1:
+                untrained = [group for group in together if not all(job.folder.done for job in group)]
+                side_by_side(untrained, processes, chosen, compute, resume, say)
+                together = [group for group in together if group not in untrained]
+            for group in together:
+                finish(group, worker, compute, resume, say)
         finally:
             worker.close()
             say.close()
     return collect({job.folder.path: [spec.title for spec in job.setup.spec.adapters] for job in jobs})
-
-
-@contextmanager
-def steady(fast: bool = False) -> Iterator[None]:
-    """Settings of torch while a run lasts, and what they were afterwards.
-
-    One thread: a second one on a busy machine makes small networks many times slower. On CUDA only kernels that give the
-    same bits each time, and float32 that is float32, unless it is to be ``fast``.
-    """
-    threads, cudnn, matmul = torch.get_num_threads(), torch.backends.cudnn, torch.backends.cuda.matmul
-    before = (cudnn.allow_tf32, cudnn.deterministic, matmul.allow_tf32)
-    torch.set_num_threads(1)
-    cudnn.allow_tf32, cudnn.deterministic, matmul.allow_tf32 = fast, not fast, fast
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        cudnn.allow_tf32, cudnn.deterministic, matmul.allow_tf32 = before
 
 
 def _jobs(
@@ -148,13 +132,3 @@ def _check_writable(out: Path, jobs: Sequence[Job]) -> None:
             job.folder.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{out} cannot hold the runs ({error.strerror}); choose another folder with --out") from None
-
-
-def _account(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
-    """The cost ledger: what can be counted, and what all rounds, also those before an interruption, were like."""
-    if job.folder.costs() is not None:
-        return
-    say.doing(f"{job.title}: counting costs")
-    counted = count(job.federation(engine, compute, say), job.rounds)
-    costs = measured(counted, job.folder.lines(), published_by(job.folder.scores()))
-    job.folder.write(COSTS, json.dumps(costs.as_dict(), indent=1) + "\n")

@@ -21,11 +21,11 @@ from fedshift.bench.folder import RunFolder
 from fedshift.bench.metrics import mean_and_std, metric_parts
 from fedshift.bench.pictures import density_picture
 from fedshift.bench.results import RULE_TEXT
-from fedshift.bench.runner import steady
 from fedshift.bench.setup import PRECISIONS, Network
 from fedshift.data.pool import Pool
 from fedshift.data.task import Task
 from fedshift.engines.auto import device_for, engine_for
+from fedshift.engines.steady import steady
 from fedshift.engines.work import Compute
 from fedshift.errors import UserError
 from fedshift.inspect.looking import Look, Wish

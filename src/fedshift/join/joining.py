@@ -13,7 +13,6 @@ from torch import Tensor
 
 import fedshift
 from fedshift.bench.federation import welcomed
-from fedshift.bench.runner import steady
 from fedshift.bench.setup import PRECISIONS, Network
 from fedshift.bench.welcome import Welcome
 from fedshift.core import rng
@@ -26,6 +25,7 @@ from fedshift.data.pool import Pool
 from fedshift.data.task import Client, Task
 from fedshift.engines.auto import device_for
 from fedshift.engines.sequential import Sequential
+from fedshift.engines.steady import steady
 from fedshift.engines.work import Compute, facts_of, placed, predictions
 from fedshift.errors import UserError
 from fedshift.join.artefact import FORMAT, Prediction, check_free, write
