@@ -61,7 +61,7 @@ def views_of(adapter: Any, epoch: int = 0, index: Tensor = CLIENT.test, flip: bo
 
 def nt_xent(z: Tensor, temperature: float) -> Tensor:
     """Pair by pair."""
-    z = z / z.norm(dim=1, keepdim=True)
+    z = z / z.norm(dim=1, keepdim=True).clamp(min=1e-12)  # behind a ReLU an image may have no features at all
     count = len(z)
     losses = []
     for i in range(count):
