@@ -40,9 +40,9 @@ class FedICON(DescribedMethod):
     personal head, ``generic`` the federated head, ``descriptors``, so that FedTHE's adapters can sit on it.
 
     The paper states no temperature, views or head schedule: MoCo-style views (``flip = false`` for digits), ten head
-    rounds and five epochs are our choice, temperature and ``head-lr`` were chosen on validation images of digits and
-    office objects (without supervision a rate of 0.1 was best). Weights are ``n_k / N``: its equation divides by the
-    number of clients twice.
+    rounds and five epochs are our choice, the temperature was chosen on validation images of digits and office objects.
+    ``head-lr`` depends on the network: 5 was best there, 0.1 without supervision. Weights are ``n_k / N``: its equation
+    divides by the number of clients twice.
     """
 
     supervised: bool = True
@@ -51,7 +51,7 @@ class FedICON(DescribedMethod):
     head_rounds: int = 10
     head_epochs: int = 5
     personal_epochs: int = 5
-    head_lr: float = 5.0  # features are small, because the contrast does not see their length
+    head_lr: float = 1.0  # features are small, because the contrast does not see their length
     flip: bool = True
     crop: float = 0.2  # a view shows at least this share of the image
     colour: float = 1.0  # how much a view's colours change; 0 leaves them alone
