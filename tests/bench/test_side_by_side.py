@@ -11,6 +11,7 @@ import pytest
 from torch import Tensor
 
 from fedshift import Experiment, UserError, run
+from fedshift.bench.collect import collect, find_runs
 from fedshift.bench.progress import Silent
 from fedshift.bench.results import Result
 from fedshift.bench.side_by_side import Seat
@@ -96,7 +97,8 @@ def test_side_by_side_is_one_after_the_other(tmp_path: Path) -> None:
     heard = Listening()
     joint = run(experiment, tmp_path / "joint", engine="sequential", processes=2, reporter=heard)
     assert numbers(joint) == numbers(alone)
-    assert [row.method for row in joint.rows] == [row.method for row in alone.rows]
+    for found in (joint, collect(find_runs(tmp_path / "joint"))):
+        assert [(row.method, row.seeds) for row in found.rows] == [(row.method, row.seeds) for row in alone.rows]
     expected = {
         (f"{name} seed {seed}", number) for name in ("halved", "fedprox") for seed in (0, 1) for number in (1, 2)
     }
