@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from fedshift.bench.progress import Reporter
 from fedshift.core.adapter import Adapter
 from fedshift.core.registry import ADAPTERS, Entry
 from fedshift.engines.auto import engine_for
+from fedshift.engines.parallel import CANNOT_TRAVEL
 from fedshift.engines.steady import steady
 from fedshift.engines.work import Compute
 from fedshift.errors import UserError
@@ -174,7 +174,7 @@ def _date(folders: Sequence[RunFolder]) -> None:
 def _pickled(order: Order, name: str) -> bytes:
     try:
         return bytes(cloudpickle.dumps(order))
-    except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError) as error:
+    except CANNOT_TRAVEL as error:
         raise UserError(f"{name} cannot be sent to another process ({error}); run it without --jobs") from None
 
 

@@ -38,6 +38,8 @@ from fedshift.engines.work import Compute, Reply, Score
 from fedshift.errors import UserError
 
 T = TypeVar("T")
+# what cloudpickle raises for something that cannot leave its process
+CANNOT_TRAVEL = (pickle.PicklingError, TypeError, AttributeError, NotImplementedError)
 PIECES_PER_WORKER = 4  # small enough pieces that no core waits long for the last one
 
 
@@ -127,7 +129,7 @@ class Parallel:
                 path.write_bytes(cloudpickle.dumps(thing))
                 self._shipped[id(thing)] = (thing, str(path))
                 self._fresh.add(str(path))
-            except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError) as error:
+            except CANNOT_TRAVEL as error:
                 warnings.warn(
                     f"{type(thing).__name__} cannot be sent to worker processes ({error}); working sequentially instead",
                     stacklevel=3,
