@@ -25,6 +25,7 @@ from fedshift.core.pairs import missing_for_method
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tree
 from fedshift.engines.auto import Engine
+from fedshift.engines.convolutions import PatchProducts
 from fedshift.engines.parallel import Parallel
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
@@ -122,6 +123,17 @@ def test_what_is_shipped_does_not_carry_the_data() -> None:
     assert task.images.nbytes > 1_000_000
     assert len(cloudpickle.dumps(setup.method)) < 200_000
     assert len(cloudpickle.dumps(setup.plain)) < 200_000
+
+
+@pytest.mark.parametrize(("name", "norm"), CASES)
+def test_convolutions_as_products_change_nothing(name: str, norm: bool) -> None:
+    method = make(name, norm)
+    if method is None:
+        return
+    here = Compute(dtype=torch.float64)
+    reference = federate(method, Sequential(here), here, 2)
+    with PatchProducts():  # which the engine does on a GPU only
+        check_equal(reference, federate(method, Vmapped(here), here, 2), 1e-9)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 import torch
@@ -24,6 +25,7 @@ from fedshift.core.method import Method, Phase
 from fedshift.core.schedule import Plan, draw, fitting, seeds_for
 from fedshift.core.tree import Tree, map_tree, shapes, stack, to, unstack
 from fedshift.data.task import Client, Task
+from fedshift.engines.convolutions import PatchProducts
 from fedshift.engines.graphs import Graphs, Step
 from fedshift.engines.lanes import Lane, evaluate_lanes, suited
 from fedshift.engines.sequential import Sequential
@@ -163,7 +165,8 @@ class Vmapped:
             group.choose(members, rows)
             suited = fitting(phase, method.arch, size)
             order = queues.take(members, rows, size)
-            step = _stacked_step(method, suited, queues, common)
+            written_out = self._graphs is not None and not self._compiles[method]  # the compiler knows no such products
+            step = _stacked_step(method, suited, queues, common, PatchProducts if written_out else nullcontext)
             if self._graphs is None or phase.trainable == frozenset():  # a fold is over before a graph would pay
                 group.state = step(group.state, order)
             else:
@@ -212,7 +215,9 @@ def _without(tree: Tree, slots: Tree) -> Tree:
     return {slot: leaves for slot, leaves in tree.items() if slot not in slots}
 
 
-def _stacked_step(method: Method, phase: Phase, queues: _Queues, common: Tree) -> Step:
+def _stacked_step(
+    method: Method, phase: Phase, queues: _Queues, common: Tree, around: Callable[[], AbstractContextManager[object]]
+) -> Step:
     """A step from positions in the long index to moved states: gathering images is part of it, and of its graph."""
 
     def one(state: Tree, batch: Mapping[str, Tensor]) -> Tree:
@@ -226,7 +231,8 @@ def _stacked_step(method: Method, phase: Phase, queues: _Queues, common: Tree) -
         index = where[span]
         x = as_floats(part.images[index], dtype) if features is None else features[span]
         draws = {name: leaf for name, leaf in order.items() if name not in ("span", "where", "features")}
-        result: Tree = stacked(state, {"x": x, "y": part.labels[index], "index": part.ids[index], **draws})
+        with around():
+            result: Tree = stacked(state, {"x": x, "y": part.labels[index], "index": part.ids[index], **draws})
         return result
 
     return step

@@ -1,0 +1,99 @@
+"""Convolutions of stacked clients: one with groups, or a product of patches and kernels. Needs a GPU.
+
+    python benchmarks/convolutions.py
+
+A row for each layer: milliseconds of a forward and backward pass of all clients (graphs replayed, float32 with TF32), both
+ways, and which one `fedshift.engines.convolutions` takes. First layers get no gradient of their input, as in training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import grad, vmap
+
+from fedshift.engines import convolutions
+from fedshift.engines.steady import steady
+
+
+class Layer(NamedTuple):
+    """A convolution as clients have it."""
+
+    name: str
+    clients: int
+    batch: int
+    channels: int
+    kernels: int
+    side: int
+    size: int
+    stride: int
+    padding: int
+    first: bool
+
+
+LAYERS = [
+    Layer("LeNet 1, CIFAR-10", 50, 64, 3, 32, 32, 5, 1, 2, True),
+    Layer("LeNet 1, Fashion-MNIST", 50, 64, 1, 32, 28, 5, 1, 2, True),
+    Layer("LeNet 2, CIFAR-10", 50, 64, 32, 64, 16, 5, 1, 2, False),
+    Layer("ResNet18 stem, 64 px", 4, 32, 3, 64, 64, 7, 2, 3, True),
+    Layer("ResNet18 stage 1, 64 px", 4, 32, 64, 64, 16, 3, 1, 1, False),
+    Layer("ResNet18 stage 2, 64 px", 4, 32, 128, 128, 8, 3, 1, 1, False),
+    Layer("ResNet18 stage 3, 64 px", 4, 32, 256, 256, 4, 3, 1, 1, False),
+    Layer("ResNet18 stage 4, 64 px", 4, 32, 512, 512, 2, 3, 1, 1, False),
+    Layer("ResNet18 stage 4, 128 px", 4, 32, 512, 512, 4, 3, 1, 1, False),
+]
+
+
+def milliseconds(work: Callable[[], object], repeats: int = 10) -> float:
+    """Of one replay of the captured work."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    graph.replay()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        graph.replay()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / repeats * 1e3
+
+
+def slopes(layer: Layer, convolution: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], object]:
+    """A pass there and back through every client's layer."""
+    x = torch.randn(layer.clients, layer.batch, layer.channels, layer.side, layer.side, device="cuda")
+    weight = torch.randn(layer.clients, layer.kernels, layer.channels, layer.size, layer.size, device="cuda")
+    bias = torch.zeros(layer.clients, layer.kernels, device="cuda")
+
+    def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return convolution(x, weight, bias).square().sum()
+
+    stacked = vmap(grad(loss, (1, 2) if layer.first else (0, 1, 2)))
+    return lambda: stacked(x, weight, bias)
+
+
+def main() -> None:
+    print(f"{'layer':<26}{'groups':>9}{'product':>9}{'ratio':>7}  taken")
+    for layer in LAYERS:
+        stride, padding = (layer.stride, layer.stride), (layer.padding, layer.padding)
+        grouped = partial(F.conv2d, stride=stride, padding=padding)
+        product = partial(convolutions.by_patches, stride=stride, padding=padding)
+        with steady(fast=True):
+            there, here = (milliseconds(slopes(layer, way)) for way in (grouped, product))
+        side = (layer.side, layer.side)
+        pays = convolutions.pays(side, (layer.channels, layer.size, layer.size), stride, padding)
+        print(f"{layer.name:<26}{there:9.2f}{here:9.2f}{there / here:7.1f}  {'product' if pays else 'groups'}")
+
+
+if __name__ == "__main__":
+    main()

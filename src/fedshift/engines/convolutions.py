@@ -1,0 +1,165 @@
+"""Convolutions of stacked clients as products of matrices, where that is faster.
+
+``vmap`` makes one convolution with K groups of the convolutions of K clients. cuDNN is good at those, but not where a group
+has few input channels, nor on maps of a few places, for which it has no kernel on tensor cores. There the patches of the
+images are written out, one row for each place, and multiplied with every client's kernels at once.
+``benchmarks/convolutions.py`` measures both ways.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+FEW_PLACES = 16  # a map of so many has no fast kernel
+SMALL_PATCH = 100  # numbers in a patch that is cheap to write out
+
+Pair: TypeAlias = tuple[int, int]
+Shape: TypeAlias = tuple[int, int, int, int]  # of a batch of images
+
+
+class PatchProducts(TorchFunctionMode):
+    """While it lasts, 2d convolutions that are faster as a product of patches and kernels are one.
+
+    >>> x, weight = torch.ones(2, 3, 8, 8), torch.ones(4, 3, 5, 5)
+    >>> with PatchProducts():
+    ...     F.conv2d(x, weight).shape
+    torch.Size([2, 4, 4, 4])
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Every call of torch comes along here; nearly all go on as they are."""
+        if func is torch.conv2d or func is F.conv2d:
+            return _convolved(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _convolved(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Pair = 1,
+    padding: int | str | Pair = 0,
+    dilation: int | Pair = 1,
+    groups: int = 1,
+) -> Tensor:
+    """``F.conv2d``, one way or the other."""
+    if not isinstance(padding, str) and _pair(dilation) == (1, 1) and groups == 1 and input.dim() == 4:
+        strides, pads = _pair(stride), _pair(padding)
+        if pays(input.shape[2:], weight.shape[1:], strides, pads):
+            return by_patches(input, weight, bias, strides, pads)
+    return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
+
+
+def pays(image: Sequence[int], kernel: Sequence[int], stride: Pair, padding: Pair) -> bool:
+    """Whether a product is faster for images of this height and width and kernels of these channels, height and width.
+
+    >>> pays((32, 32), (3, 5, 5), (1, 1), (2, 2)), pays((16, 16), (32, 5, 5), (1, 1), (2, 2))
+    (True, False)
+    """
+    tall, wide = _places(image, kernel[1:], stride, padding)
+    return tall * wide <= FEW_PLACES or math.prod(kernel) <= SMALL_PATCH
+
+
+def by_patches(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
+    """A convolution as one product: patches (images and places, numbers of a patch) with kernels."""
+    down, across = padding
+    padded, size = F.pad(x, (across, across, down, down)), (weight.shape[2], weight.shape[3])
+    tall, wide = _places(padded.shape[2:], size, stride)
+    answers = F.linear(_patches(padded, size, stride), weight.flatten(1), bias)
+    # vmap cannot make tensors in the order of memory that CUDA's BatchNorm would choose for channels last
+    return answers.reshape(len(x), tall, wide, len(weight)).permute(0, 3, 1, 2).contiguous()
+
+
+def _places(map_size: Sequence[int], size: Sequence[int], stride: Pair, padding: Pair = (0, 0)) -> Pair:
+    """How many patches lie below and beside each other."""
+    tall, wide = (
+        (length + 2 * pad - kernel) // step + 1
+        for length, pad, kernel, step in zip(map_size, padding, size, stride, strict=True)
+    )
+    return tall, wide
+
+
+def _pair(value: int | Pair) -> Pair:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+
+class _Patches(torch.autograd.Function):
+    """The patches of images, a row for each; clients' images are those of one long batch."""
+
+    @staticmethod
+    def forward(x: Tensor, size: Pair, stride: Pair) -> Tensor:
+        views = x.unfold(2, size[0], stride[0]).unfold(3, size[1], stride[1])
+        return views.permute(0, 2, 3, 1, 4, 5).reshape(-1, x.shape[1] * size[0] * size[1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Pair, Pair], output: Tensor) -> None:  # noqa: ARG004
+        ctx.shape, ctx.size, ctx.stride = tuple(inputs[0].shape), inputs[1], inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
+        return _joined(slope, ctx.shape, ctx.size, ctx.stride), None, None
+
+    @staticmethod
+    def vmap(
+        info: Any,  # noqa: ARG004
+        in_dims: tuple[int, None, None],
+        x: Tensor,
+        size: Pair,
+        stride: Pair,
+    ) -> tuple[Tensor, int]:
+        stacked = x.movedim(in_dims[0], 0)
+        return _patches(stacked.flatten(0, 1), size, stride).unflatten(0, (len(stacked), -1)), 0
+
+
+class _Joined(torch.autograd.Function):
+    """The transpose of ``_Patches``: every pixel is the sum over its places in patches."""
+
+    @staticmethod
+    def forward(rows: Tensor, shape: Shape, size: Pair, stride: Pair) -> Tensor:
+        count, channels = shape[:2]
+        tall, wide = _places(shape[2:], size, stride)
+        views = rows.reshape(count, tall, wide, channels, *size).permute(0, 3, 1, 2, 4, 5)
+        part = (count, channels, tall, shape[3], size[0])
+        columns = torch.ops.aten.unfold_backward(views.contiguous(), part, 3, size[1], stride[1])
+        joined: Tensor = torch.ops.aten.unfold_backward(columns, shape, 2, size[0], stride[0])
+        return joined
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Shape, Pair, Pair], output: Tensor) -> None:  # noqa: ARG004
+        ctx.size, ctx.stride = inputs[2], inputs[3]
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None]:
+        return _patches(slope, ctx.size, ctx.stride), None, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any,  # noqa: ARG004
+        in_dims: tuple[int, None, None, None],
+        rows: Tensor,
+        shape: Shape,
+        size: Pair,
+        stride: Pair,
+    ) -> tuple[Tensor, int]:
+        stacked = rows.movedim(in_dims[0], 0)
+        whole = (len(stacked) * shape[0], *shape[1:])
+        return _joined(stacked.flatten(0, 1), whole, size, stride).unflatten(0, (len(stacked), -1)), 0
+
+
+def _patches(x: Tensor, size: Pair, stride: Pair) -> Tensor:
+    rows: Tensor = _Patches.apply(x, size, stride)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def _joined(rows: Tensor, shape: Shape, size: Pair, stride: Pair) -> Tensor:
+    images: Tensor = _Joined.apply(rows, shape, size, stride)  # type: ignore[no-untyped-call]
+    return images
