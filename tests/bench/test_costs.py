@@ -195,6 +195,17 @@ def test_every_method_is_counted_without_computing(method: str) -> None:
     assert meta.memory_step == pytest.approx(real.memory_step, rel=0.02)
 
 
+@pytest.mark.parametrize(("method", "gaussians"), [("fedgen", 0), ("fedcir", 1000)])
+def test_the_servers_own_training_by_hand(method: str, gaussians: int) -> None:
+    """Five steps of a generator on everybody's heads, and for FedCiR what its Gaussians are fitted to."""
+    fed = federation(method, hidden)
+    size, classes, batch, heads = 6, 4, 32, len(RAGGED)
+    inner, outer = (classes + size) * 8 * size, 8 * size * size
+    step = 2 * batch * (2 * inner + 3 * outer + 2 * heads * classes * size)
+    assert count(fed, 3).flops_server == 5 * step + gaussians * classes * 2 * (inner + outer)
+    assert counted("fedavg", hidden).flops_server == 0
+
+
 class Curious(nn.Module):
     """Looks at numbers, which tensors without any cannot answer."""
 

@@ -90,6 +90,14 @@ def test_the_work_after_the_last_round_counts_once() -> None:
     assert spent(lines([60, 70]), Costs(flops_round=10.0, flops_end=3.0), target=65).flops == 23
 
 
+def test_the_servers_training_is_a_number_of_its_own() -> None:
+    found = spent(lines([60, 70]), Costs(flops_round=10.0, flops_server=4.0), target=65)
+    assert (found.flops, found.flops_server) == (20, 8)
+    row = text(Overhead(65, "val", (("fedgen", 0, found),)))
+    assert "server" in row
+    assert "server" not in text(Overhead(65, "val", (("fedavg", 0, replace(found, flops_server=0)),))).split("R*: ")[0]
+
+
 # ---- hand counts, methods.md 6.2 ------------
 @pytest.mark.parametrize("method", ["fedavg", "fdse"])
 def test_alexnet_and_fdse_cost_what_their_sizes_say(method: str) -> None:

@@ -24,7 +24,8 @@ MIB = 1 << 20
 class Costs:
     """What a method costs; None where it is not known, and ``notes`` say why.
 
-    Everything is of one client (the mean over clients where they differ), bytes are bytes and FLOPs are FLOPs.
+    Everything but ``flops_server`` is of one client (the mean over clients where they differ), bytes are bytes and FLOPs
+    are FLOPs.
 
     >>> Costs(parameters=10, notes=("why",)).numbers()
     {'parameters': 10}
@@ -38,6 +39,7 @@ class Costs:
     flops_step: float | None = None  # of a full batch in the dearest phase of a round
     flops_round: float | None = None  # of all steps of all phases
     flops_end: float | None = None  # of the phases after the last round
+    flops_server: float | None = None  # of an aggregation of all clients
     seconds_per_round: float | None = None  # of all clients together
     memory_step: float | None = None  # tensors alive at once in a step
     memory_peak: float | None = None  # on CUDA: the most that torch had allocated in a round, for all clients
@@ -202,6 +204,7 @@ COLUMNS = (
         "for a full batch in the dearest phase (step), for all its batches in all phases (round, mean over clients).",
     ),
     Column("flops-round", "round\nGFLOPs", _giga),
+    Column("flops-server", "server\nGFLOPs", _giga, "Server GFLOPs: of its own training in a round.", always=False),
     Column("seconds-per-round", "round\ns", short, "Round s: of all clients on this machine, median without round 1."),
     Column(
         "memory-step", "step\nMiB", _mib, "Step MiB: the most that tensors alive at once take in any step of a client."

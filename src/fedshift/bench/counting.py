@@ -25,7 +25,7 @@ from fedshift.core.method import Method, Now, Phase
 from fedshift.core.schedule import Plan, draw, fitting, seeds_for
 from fedshift.core.tree import Tensors, Tree, map_tree
 from fedshift.data.task import Client, Task
-from fedshift.engines.work import Compute, begin, moment, schedule_of, still_valid
+from fedshift.engines.work import Compute, begin, hand_over, moment, schedule_of, still_valid
 
 T = TypeVar("T")
 
@@ -45,6 +45,7 @@ class Spent:
     flops: float  # mean over clients
     steps: Mapping[str, int]  # FLOPs of a full batch, by phase
     memory: int  # of the step that needs most
+    up: Tree  # what the server is given
 
 
 def count(federation: Federation, rounds: int) -> Costs:
@@ -94,9 +95,26 @@ def _with_flops(costs: Costs, federation: Federation, rounds: int, compute: Comp
         flops_step=max(steps.values(), default=None),
         flops_round=_mean((weight, work.flops) for weight, work in works),
         flops_end=_mean((weight, work.flops) for weight, work in ends),
+        flops_server=_aggregation(federation, rounds, compute) if works else None,
         memory_step=max((work.memory for _, work in works), default=None),
         steps=steps,
     )
+
+
+def _aggregation(federation: Federation, rounds: int, compute: Compute) -> int | None:
+    """FLOPs of the server in the last round; None if it looks at numbers, which tensors without any do not have."""
+    if compute.device.type != "meta":
+        return None
+    now, server = federation.moment(rounds - 1), _copied(federation.start().server, compute)
+    ups: dict[str, Tree] = {}
+    for arch, clients in federation.by_arch(federation.training.clients).items():
+        phases = federation.setup.methods[arch].phases(now)
+        up = _local(federation, clients, phases, now, compute).up
+        ups |= {client.name: up for client in clients}
+    try:
+        return tally(lambda: federation.aggregated(server, ups, now))[1].flops
+    except Exception:  # meta tensors refuse in many ways, and a method of the user's may do anything
+        return None
 
 
 def _distinct(method: Method, federation: Federation, rounds: int) -> dict[tuple[Phase, ...], list[int]]:
@@ -142,7 +160,8 @@ def _local(
             total, memory = total + took.flops * seen / full, max(memory, took.memory)
             name = f"{phase.slot}/{phase.name}"
             steps[name] = max(took.flops, steps.get(name, 0))
-    return Spent(total / len(clients), steps, memory)
+        up, _ = hand_over(method, state, _copied(down, compute), _copied(mine, compute), plan)
+    return Spent(total / len(clients), steps, memory, up)
 
 
 def _copied(tree: Tree, compute: Compute) -> Tree:

@@ -142,11 +142,7 @@ class Federation:
         sound = {name: reply for name, reply in replies.items() if reply.finite}
         server = state.server
         if sound:
-            samples = torch.tensor([float(len(self.training.client(name).train)) for name in sound])
-            moment = self._moment(begun.now, samples)
-            ups = {name: reply.up for name, reply in sound.items()}
-            draws = {"seed": torch.tensor(rng.seed_of(self.seed, state.round, "server"))}
-            server = self.setup.method.aggregate(server, ups, moment, draws)
+            server = self.aggregated(server, {name: reply.up for name, reply in sound.items()}, begun.now)
         kept = {name: reply.mine for name, reply in sound.items() if reply.mine}
         report = RoundReport(
             participants=len(begun.clients),
@@ -158,6 +154,12 @@ class Federation:
             memory=self._memory(),
         )
         return State(state.round + 1, server, {**state.mines, **kept}), report
+
+    def aggregated(self, server: Tree, ups: Mapping[str, Tree], now: Now) -> Tree:
+        """The server after these clients' messages."""
+        samples = torch.tensor([float(len(self.training.client(name).train)) for name in ups])
+        draws = {"seed": torch.tensor(rng.seed_of(self.seed, now.round, "server"))}
+        return self.setup.method.aggregate(server, ups, self._moment(now, samples), draws)
 
     def now(self, state: State) -> Now:
         """Where in the run this state is."""

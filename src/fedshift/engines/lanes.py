@@ -1,13 +1,12 @@
 """Many test streams side by side: adapters that must go along a stream step by step go along all of them at once.
 
 A lane is one client's stream. Lanes are independent, so their states are stacked and one ``vmap`` of the adapter takes a
-step in each. In every step the lanes whose next piece has the most common size move together and the others wait; a
-lane's own order never changes, so the answers are the reference's.
+step in each. Lanes whose next piece has one size move together and the others wait (``joint.py``); a lane's own order
+never changes, so the answers are the reference's.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from fedshift.core.episodic import at_once
 from fedshift.core.tree import Tree, map_tree, shapes, stack
 from fedshift.data.streams import Setting
 from fedshift.data.task import Samples, Task
+from fedshift.engines.joint import joint_steps
 from fedshift.engines.work import Compute, Density, Score, chunks, draws_of, pixels
 
 LONGEST = 64  # samples of a piece, for adapters that work through them one by one
@@ -90,7 +90,7 @@ def _together(
     loss = torch.zeros(len(lanes), dtype=torch.float64, device=compute.device)
     told: dict[str, list[list[Tensor]]] = {name: [[] for _ in lanes] for name in adapter.telemetry}
     taken = [0] * len(lanes)
-    while members := _next(lanes, taken):
+    for _, members in joint_steps([[len(piece) for piece in lane.pieces] for lane in lanes]):
         index = torch.stack([lanes[k].pieces[taken[k]] for k in members])
         rows = torch.tensor(members, device=compute.device)
         everyone = len(members) == len(lanes)
@@ -118,14 +118,3 @@ def _together(
         )
         for k, lane in enumerate(lanes)
     }
-
-
-def _next(lanes: Sequence[Lane], taken: Sequence[int]) -> list[int]:
-    """The lanes whose next piece has the most common size (the larger one on a tie); none when all have ended."""
-    sizes = {
-        k: len(lane.pieces[t]) for k, (lane, t) in enumerate(zip(lanes, taken, strict=True)) if t < len(lane.pieces)
-    }
-    if not sizes:
-        return []
-    size = max(Counter(sizes.values()).items(), key=lambda item: (item[1], item[0]))[0]
-    return [k for k, own in sizes.items() if own == size]

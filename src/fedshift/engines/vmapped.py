@@ -1,8 +1,8 @@
 """Many clients as one: states stacked along a new first dimension, ``torch.func.vmap`` over the step.
 
-Clients of different sizes are handled without a single padded sample. Each client has a queue of batches; in every
-step the clients whose next batch has the most common size move together and the others wait. A client's own order of
-batches never changes, so the result is the sequential engine's.
+Clients of different sizes are handled without a single padded sample. Each client has a queue of batches; those whose
+next batch has one size move together and the others wait (``joint.py``). A client's own order of batches never changes, so
+the result is the sequential engine's.
 
 On CUDA a step that recurs is captured into a graph and replayed (``graphs.py``). A graph has a fixed number of clients,
 so a smaller group is filled up with copies of one of its members, whose results are thrown away.
@@ -11,7 +11,6 @@ so a smaller group is filled up with copies of one of its members, whose results
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
@@ -27,6 +26,7 @@ from fedshift.core.tree import Tree, map_tree, shapes, stack, to, unstack
 from fedshift.data.task import Client, Task
 from fedshift.engines.convolutions import PatchProducts
 from fedshift.engines.graphs import Graphs, Step
+from fedshift.engines.joint import joint_steps
 from fedshift.engines.lanes import Lane, evaluate_lanes, suited
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.work import (
@@ -159,8 +159,7 @@ class Vmapped:
         common = common if phase.trainable == frozenset() else {}  # a captured step would read an old round's
         group = _Group(state, queues.count, borrowed=self._graphs is not None)
         form = tuple((slot, name, leaf.shape[1:]) for slot, leaves in state.items() for name, leaf in leaves.items())
-        while (choice := queues.largest_group()) is not None:
-            size, members = choice
+        for size, members in joint_steps(queues.sizes):
             rows = self._filled(members, queues.count)
             group.choose(members, rows)
             suited = fitting(phase, method.arch, size)
@@ -331,19 +330,14 @@ class _Queues:
         return len(self._sizes)
 
     @property
+    def sizes(self) -> Sequence[Sequence[int]]:
+        """Of each client's batches."""
+        return self._sizes
+
+    @property
     def lengths(self) -> list[int]:
         """How many steps each client takes."""
         return [len(sizes) for sizes in self._sizes]
-
-    def largest_group(self) -> tuple[int, list[int]] | None:
-        """The most common size of a next batch (the larger one on a tie) and the clients that have it."""
-        fronts = {
-            k: sizes[t] for k, (sizes, t) in enumerate(zip(self._sizes, self._taken, strict=True)) if t < len(sizes)
-        }
-        if not fronts:
-            return None
-        size = max(Counter(fronts.values()).items(), key=lambda item: (item[1], item[0]))[0]
-        return size, [k for k, front in fronts.items() if front == size]
 
     def take(self, members: Sequence[int], rows: Sequence[int], size: int) -> dict[str, Tensor]:
         """What a step of these rows needs (a filler repeats a member's), and the members' queues move on."""

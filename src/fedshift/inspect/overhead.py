@@ -21,7 +21,17 @@ from fedshift.errors import UserError
 from fedshift.inspect.rebuild import names_of
 
 WINDOW = 3  # evaluations in a moving average
-NUMBERS = ("rounds", "flops", "bytes-up", "bytes-down", "bytes", "memory-step", "memory-peak")
+HEADS = {
+    "rounds": "R*",
+    "flops": "compute\nGFLOPs",
+    "flops-server": "server\nGFLOPs",
+    "bytes-up": "up\nMiB",
+    "bytes-down": "down\nMiB",
+    "bytes": "both\nMiB",
+    "memory-step": "memory\nMiB",
+    "memory-peak": "GPU\nMiB",
+}
+WHERE_KNOWN = {"flops-server", "memory-peak"}  # columns that are left out where they would be empty
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,7 @@ class Spent:
     bytes_down: float | None = None
     memory_step: float | None = None
     memory_peak: float | None = None
+    flops_server: float | None = None  # of the server, not of a client
 
     def as_dict(self) -> dict[str, float | None]:
         """Plain numbers; ``bytes`` is both directions.
@@ -47,6 +58,7 @@ class Spent:
             "rounds": self.rounds,
             "best": self.best,
             "flops": self.flops,
+            "flops-server": self.flops_server,
             "bytes-up": self.bytes_up,
             "bytes-down": self.bytes_down,
             "bytes": both,
@@ -72,7 +84,8 @@ class Overhead:
             f"evaluations, of fewer before there are {WINDOW}) is at least {self.target:g} %.",
             "Compute: R* times the FLOPs the cost ledger counts for a client's mean round (steps x batch x 3F for plain "
             "training, F: 2 per multiply-add of a forward pass; the first layer needs no gradient of its input), with all "
-            "extra phases and, once, the work after the last round. What the server computes is not counted.",
+            "extra phases and, once, the work after the last round. Server: R* times its own training in a round, if it "
+            "trains anything; what it takes to average is not counted.",
             "Up, down, both: all floats a client sends and receives in rounds 1 to R*.",
             "Memory: the most that tensors alive at once take in any step of a client; on a GPU also the most that torch "
             "had allocated in a round, for all clients.",
@@ -90,7 +103,7 @@ class Overhead:
         for name in dict.fromkeys(name for name, _, _ in self.runs):
             own = [spent.as_dict() for other, _, spent in self.runs if other == name]
             reached = [spent for spent in own if spent["rounds"] is not None]
-            means = {key: _mean([spent[key] for spent in own]) for key in NUMBERS}
+            means = {key: _mean([spent[key] for spent in own]) for key in HEADS}
             deviation = (
                 mean_and_std([float(s["rounds"]) for s in own if s["rounds"] is not None])[1] if reached else None
             )
@@ -102,7 +115,7 @@ class Overhead:
                     "seeds": len(own),
                     "reached": len(reached),
                     "best": best,
-                    **(means if whole else dict.fromkeys(NUMBERS)),
+                    **(means if whole else dict.fromkeys(HEADS)),
                     "rounds-std": deviation if whole else None,
                 }
             )
@@ -111,7 +124,7 @@ class Overhead:
     def table(self) -> Table:
         """A row for each method, with the definitions beneath."""
         rows = self.rows()
-        gpu = any(row["memory-peak"] is not None for row in rows)
+        shown = [key for key in HEADS if key not in WHERE_KNOWN or any(row[key] for row in rows)]
         table = Table(
             title=f"What it takes one client to reach {self.target:g} %",
             title_justify="left",
@@ -119,19 +132,10 @@ class Overhead:
             caption_justify="left",
         )
         table.add_column("method", overflow="fold")
-        heads = (
-            "R*",
-            "compute\nGFLOPs",
-            "up\nMiB",
-            "down\nMiB",
-            "both\nMiB",
-            "memory\nMiB",
-            *(("GPU\nMiB",) if gpu else ()),
-        )
-        for head in heads:
-            table.add_column(head, justify="right", no_wrap=True)
+        for key in shown:
+            table.add_column(HEADS[key], justify="right", no_wrap=True)
         for row in rows:
-            table.add_row(row["name"], *_cells(row)[: len(heads)])
+            table.add_row(row["name"], *_cells(row, shown))
         return table
 
 
@@ -166,8 +170,9 @@ def spent(lines: Sequence[Mapping[str, Any]], costs: Costs, target: float, strea
 
     >>> rounds = [{"round": r, "participants": 2, "bytes-up": 8, "bytes-down": 16} for r in (1, 2)]
     >>> scores = [{"round": r, "global/val/clients": {"avg": a}} for r, a in ((1, 50.0), (2, 80.0))]
-    >>> spent([*rounds, *scores], Costs(flops_round=100.0), target=60)
-    Spent(rounds=2, best=65.0, flops=200.0, bytes_up=8.0, bytes_down=16.0, memory_step=None, memory_peak=None)
+    >>> took = spent([*rounds, *scores], Costs(flops_round=100.0), target=60)
+    >>> took.rounds, took.flops, took.bytes_up, took.bytes_down
+    (2, 200.0, 8.0, 16.0)
     """
     means = moving_average(accuracies(lines, stream))
     best = max((mean for _, mean in means), default=None)
@@ -180,6 +185,7 @@ def spent(lines: Sequence[Mapping[str, Any]], costs: Costs, target: float, strea
         rounds=first,
         best=best,
         flops=work,
+        flops_server=None if costs.flops_server is None else first * costs.flops_server,
         bytes_up=math.fsum(line["bytes-up"] / max(line["participants"], 1) for line in rounds),
         bytes_down=math.fsum(line["bytes-down"] / max(line["participants"], 1) for line in rounds),
         memory_step=costs.memory_step,
@@ -225,11 +231,12 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(known) if known and len(known) == len(values) else None
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
+def _cells(row: Mapping[str, Any], shown: Sequence[str]) -> list[str]:
+    """The first of them is always R*."""
     if row["reached"] < row["seeds"]:
         best = "" if row["best"] is None else f", best {row['best']:.1f}"
         some = f"{row['reached']} of {row['seeds']} seeds" if row["reached"] else "never"
-        return [f"{some}{best}", *["-"] * (len(NUMBERS) - 1)]
+        return [f"{some}{best}", *["-"] * (len(shown) - 1)]
     rounds = f"{row['rounds']:g}" + (f" ±{row['rounds-std']:.1f}" if row["rounds-std"] else "")
-    sizes = {"flops": 1e9}
-    return [rounds, *("" if row[k] is None else short(row[k] / sizes.get(k, MIB)) for k in NUMBERS[1:])]
+    units = {"flops": 1e9, "flops-server": 1e9}
+    return [rounds, *("" if row[key] is None else short(row[key] / units.get(key, MIB)) for key in shown[1:])]
