@@ -42,6 +42,13 @@ def mtimes(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
+def test_nothing_is_said_of_validation_where_there_is_none(tmp_path: Path) -> None:
+    chosen = go(tiny(), tmp_path / "with")
+    last = go(tiny(split={"train": 0.8, "val": 0.0, "test": 0.2}), tmp_path / "without")
+    assert "best pooled validation accuracy" in str(chosen.table().title)
+    assert "after the last round" in str(last.table().title)
+
+
 # ---- published numbers ---------------------------------------------------------------------------------------------------
 def with_paper(paper: dict[str, object], **changes: object) -> Experiment:
     return tiny(stream=THREE, method=[{"name": "fedavg", "adapters": [{"name": "none", "paper": paper}]}], **changes)

@@ -30,9 +30,11 @@ def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
     points = points_of(configs)
     grouped: dict[tuple[str, str, Point, bool], list[Run]] = {}
     costs_notes: dict[str, None] = {}
+    validated = False
     for path, config in configs.items():
         folder = RunFolder(path)
         lines = folder.lines()
+        validated = validated or _validated(lines)
         scores = folder.scores()
         costs = _costs(folder, lines, scores)
         costs_notes |= dict.fromkeys(f"{title_of(config)}: {note}" for note in costs.notes)
@@ -49,7 +51,7 @@ def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
                 key = (title_of(config), f"{family}, best per client (uses labels)", points[path], True)
                 grouped.setdefault(key, []).append(run)
     notes = [*dict.fromkeys(note for path in folders for note in _notes(path)), *costs_notes]
-    return Result(tuple(_row(*key, runs) for key, runs in grouped.items()), tuple(folders), tuple(notes))
+    return Result(tuple(_row(*key, runs) for key, runs in grouped.items()), tuple(folders), tuple(notes), validated)
 
 
 def _row(method: str, adapter: str, point: Point, bound: bool, runs: Sequence[Run]) -> Row:
@@ -186,6 +188,12 @@ def _oracle(lines: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]
             if metric not in best or numbers["avg"] > best[metric]["avg"]:
                 best[metric] = {**numbers, "round": line["round"]}
     return [{"selection": "oracle", "metric": metric, **numbers} for metric, numbers in best.items()]
+
+
+def _validated(lines: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a run was ever scored on validation images; without any there is no number."""
+    scored = (value for line in lines for key, value in line.items() if "/val/" in key)
+    return any(value["avg"] is not None for value in scored)
 
 
 def _costs(

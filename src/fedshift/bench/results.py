@@ -75,6 +75,7 @@ class Result:
     rows: tuple[Row, ...]
     folders: tuple[Path, ...]
     notes: tuple[str, ...] = ()
+    validated: bool = True  # whether any run had validation images to choose a round by
 
     def metrics(self) -> list[str]:
         """Test set and population of every score, without the model's part unless it is ``after-local``."""
@@ -126,7 +127,7 @@ class Result:
         sweep = list(dict.fromkeys(key for row in self.rows for key, _ in row.point))
         seeds = max((len(row.seeds) for row in self.rows), default=0)
         table = Table(
-            title=f"Accuracy in % at {RULE_TEXT[rule]}, {seeds} seed{'s' if seeds != 1 else ''}", title_justify="left"
+            title=f"Accuracy in % at {self.choice(rule)}, {seeds} seed{'s' if seeds != 1 else ''}", title_justify="left"
         )
         for column in ("method", "adapter", *sweep):
             table.add_column(column, no_wrap=True)
@@ -153,6 +154,14 @@ class Result:
             point = [_text(dict(row.point).get(key, "")) for key in sweep]
             table.add_row(row.method, row.adapter, *point, *cells, *_cost_cells(row.cost))
         return table
+
+    def choice(self, rule: str) -> str:
+        """Whose accuracy a rule gives, in words; without validation images it is the last round's.
+
+        >>> Result((), (), validated=False).choice("best-val")
+        'the state after the last round'
+        """
+        return RULE_TEXT["last" if rule == "best-val" and not self.validated else rule]
 
     def rules_table(self) -> Table:
         """AVG under the three selection rules side by side; the oracle only where streams were scored during training.
@@ -187,7 +196,7 @@ class Result:
             return None
         metrics = list(dict.fromkeys(metric for _, metric, _ in told))
         sweep = list(dict.fromkeys(key for row in self.rows for key, _ in row.point))
-        table = Table(title=f"What adapters tell, means at {RULE_TEXT[rule]}", title_justify="left")
+        table = Table(title=f"What adapters tell, means at {self.choice(rule)}", title_justify="left")
         for column in ("method", "adapter", *sweep, "name"):
             table.add_column(column, no_wrap=True)
         for metric in metrics:
