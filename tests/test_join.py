@@ -45,6 +45,8 @@ ADAPTERS: dict[str, list[Any]] = {
     "fedthe": ["none", "the"],
     "fedicon": ["none", {"name": "fedicon", "lr": 0.05, "flip": False}],
     "fdse": ["none", {"name": "fdse-align", "epochs": 2, "lr": 0.1}],
+    "fedtta": ["none", "fedtta", {"name": "fedtta", "label": "++", "steps": 5, "patience": 5}],
+    "heterofedtta": ["none", "fedtta"],
 }
 GIVE_NOTHING = {"local", "lg-fedavg"}
 
@@ -141,7 +143,7 @@ def refused(*arguments: Any, **how: Any) -> str:
 def test_every_method_serves_a_newcomer_as_its_run_did_or_refuses(name: str, world: World, tmp_path: Path) -> None:
     folder, out = world.folder(name), tmp_path / "out"
     offers = any(row["metric"].endswith("/unseen") for row in RunFolder(folder).scores()["none"])
-    assert not (offers and name in GIVE_NOTHING)
+    assert offers == (name not in GIVE_NOTHING)
     if not offers:
         said = refused(folder, world.flat, out=out)
         assert said == f"'{name}' has nothing to give to a client nobody has seen: its clients share no whole model"
@@ -349,6 +351,34 @@ def test_class_folders_are_not_shown_class_by_class(world: World, tmp_path: Path
     answers = [{Path(p.file).name: (p.label, p.confidence) for p in joined.predictions} for joined in (one, other)]
     assert answers[0] == answers[1]
     assert one.accuracy != other.accuracy
+
+
+def test_rows_of_a_labelled_table_are_not_shown_in_their_order(world: World, tmp_path: Path) -> None:
+    """A table sorted by class would show an adapter one class after the other."""
+    files = sorted(world.labelled.rglob("*.png"))
+    answers = []
+    for number, order in enumerate((files, files[::-1])):
+        rows = [{"image": {"bytes": path.read_bytes(), "path": path.name}, "label": path.parent.name} for path in order]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{number}.parquet")
+        joined = join(world.folder("fedavg"), tmp_path / f"{number}.parquet", "strong", tmp_path / str(number))
+        answers.append({item.file: (item.label, item.confidence) for item in joined.predictions})
+    assert answers[0] == answers[1]
+
+
+def test_a_method_with_an_adapter_of_its_own_adapts_without_being_asked(world: World, tmp_path: Path) -> None:
+    for name in ("fedtta", "heterofedtta"):
+        joined = join(world.folder(name), world.flat, out=tmp_path / name)
+        asked = join(world.folder(name), world.flat, "fedtta", tmp_path / f"{name} asked")
+        assert (joined.adapter, joined.predictions) == ("fedtta", asked.predictions)
+        plain = join(world.folder(name), world.flat, "none", tmp_path / f"{name} none")
+        assert plain.predictions != joined.predictions
+
+
+@pytest.mark.parametrize("method", ["fedtta", "heterofedtta"])
+def test_the_learnt_loss_needs_one_image_only(method: str, world: World, a_few: Path, tmp_path: Path) -> None:
+    joined = join(world.folder(method), sorted(a_few.iterdir())[0], "fedtta", tmp_path / "out")
+    assert len(joined.predictions) == 1
+    assert 0 < joined.predictions[0].confidence <= 1
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedshift.bench.experiment import AdapterSpec, MethodSpec
+from fedshift.adapters.tent import Tent
+from fedshift.bench.experiment import AdapterSpec, Experiment, MethodSpec
 from fedshift.bench.federation import Federation
-from fedshift.bench.setup import Setup
+from fedshift.bench.setup import Setup, make_setup, make_task
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch
+from fedshift.core.method import Now
 from fedshift.core.pairs import missing_for_method, missing_for_pair
 from fedshift.core.registry import ADAPTERS, METHODS, with_options
 from fedshift.core.tree import Tree
@@ -547,3 +549,15 @@ def test_only_tents_affine_variant_needs_batch_norm() -> None:
     object.__setattr__(needy, "needs", frozenset({"model", "personal-head"}))
     sentence = "adapter 'none' needs personal-head, which method 'fedavg' does not deploy"
     assert missing_for_pair("fedavg", FedAvg.deploys, "none", needy) == sentence
+
+
+def test_tent_at_the_methods_own_rate() -> None:
+    """With the decay of the round that serves, so that a run of any length is adapted at the rate it was trained with."""
+    experiment = Experiment.parse(
+        {"rounds": 20, "train": {"lr": 0.4, "lr-decay": 0.5}, "model": {"name": "mlp"}, "data": {"size": 8}}
+    )
+    setup = make_setup(experiment, experiment.method[0], make_task(experiment, 0))
+    for options, rates in (({"train-lr": True}, (0.4, 0.1)), ({"lr": 0.03}, (0.03, 0.03))):
+        spec = AdapterSpec.model_validate({"name": "tent", "params": "all", **options})
+        found = [setup.adapter(spec, setup.method, Now(number, 20, 5)) for number in (0, 2)]
+        assert [adapter.lr for adapter in found if isinstance(adapter, Tent)] == pytest.approx(rates)

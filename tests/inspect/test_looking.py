@@ -139,7 +139,8 @@ def test_of_many_clients_some_are_compared(fedavg: Path, monkeypatch: pytest.Mon
     (found,) = looks_at([fedavg], Wish(samples=10))
     numbers = as_dict(found)
     assert numbers["notes"] == ["2 of 5 clients are compared, spread evenly"]
-    assert list(numbers["pad"]["pairs"]) == list(numbers["confusion"]) == numbers["clients"]
+    assert list(numbers["pad"]["pairs"]) == numbers["clients"]
+    assert list(numbers["confusion"]) == list(numbers["risk"]["by-client"])
     assert len(numbers["clients"]) == 2
     assert len(numbers["risk"]["by-client"]) == 5
     assert found.features().client.tolist() == [0] * 6 + [1] * 6
@@ -175,3 +176,25 @@ def test_ones_own_network_and_data_are_given_again(tmp_path: Path) -> None:
     (out,) = run(digits(rounds=1), tmp_path, engine="sequential", data=POOL, network=network).folders
     (numbers,) = inspect(out, tmp_path / "out", samples=5, data=POOL, network=network)["runs"]
     assert set(numbers["clients"]) == {"north", "south", "east", "west"}
+
+
+def test_a_stochastic_encoder_is_compared_by_its_means_and_risked_by_its_draws(tmp_path: Path) -> None:
+    experiment = digits(method=[{"name": "fedcir", "class-samples": 20}])
+    (out,) = run(experiment, tmp_path, engine="sequential").folders
+    numbers = numbers_of(out, samples=12)["fedcir"]
+    task = make_task(experiment, 0)
+    method = make_setup(experiment, experiment.method[0], task).method
+    model = load(out / "best.safetensors")[0]["server"]["model"]
+    means = {}
+    for client in task.clients:
+        samples = task.samples(client, "original")
+        x, labels = samples.images[samples.index].float() / 255, samples.labels[samples.index]
+        drawn = method.forward({"model": model}, x).logits  # the mean probability of twenty draws
+        assert numbers["risk"]["by-client"][client.name] == pytest.approx(float(F.cross_entropy(drawn, labels)), 1e-5)
+        means[client.name] = method.arch.encode(model, x)[0][positions_of(len(labels), 12, 0, client.name)]
+    assert numbers["pad"] == json.loads(json.dumps(distances(means, list(means)).as_dict()))
+
+
+def test_hardly_measured_distances_are_mentioned(fedavg: Path) -> None:
+    (found,) = looks_at([fedavg], Wish(samples=4))
+    assert found.notes == ("5 clients have fewer than 10 test images, and distances that are hardly measured",)

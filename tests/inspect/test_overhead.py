@@ -215,11 +215,10 @@ def test_bad_folders(
     assert "there is an unfinished one" in error_of(monkeypatch, capsys, "overhead", tmp_path, "--target", 60)
 
 
-def test_a_run_without_evaluations_says_never(tmp_path: Path) -> None:
+def test_a_run_without_evaluations_is_not_one_that_never_got_there(tmp_path: Path) -> None:
     split = {"train": 0.8, "val": 0.0, "test": 0.2}
     run(digits(rounds=1, split=split, evaluate={"every": 1}), tmp_path, engine="sequential")
-    found = overhead(tmp_path, 10)
-    assert [took for _, _, took in found.runs] == [Spent(None, None)]
-    assert "never" in text(found)
+    with pytest.raises(UserError, match=r"fedavg logged no accuracy while it trained.*evaluate\.oracle=true"):
+        overhead(tmp_path, 10)
     with pytest.raises(UserError, match="in percent"):
         overhead(tmp_path, math.inf)

@@ -8,14 +8,17 @@ import json
 import re
 import shutil
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from matplotlib.lines import Line2D
 from PIL import Image
 
 from fedshift import Experiment, UserError, run
 from fedshift.bench.folder import RunFolder
-from fedshift.inspect import inspect
+from fedshift.bench.pictures import few
+from fedshift.inspect import inspect, pictures
 from fedshift.inspect.report import READ, SECTIONS
 from tests.bench.test_bad_input import parquet
 from tests.bench.test_features import error_of
@@ -206,3 +209,31 @@ def test_data_given_in_python_are_missed(tmp_path: Path) -> None:
     (folder,) = run(Experiment(rounds=1, baselines=False, model={"name": "mlp"}), tmp_path, data=POOL).folders  # type: ignore[arg-type]
     with pytest.raises(UserError, match="are not there any more"):
         inspect(folder)
+
+
+def test_without_validation_the_page_does_not_speak_of_it(fedavg: Path, tmp_path: Path) -> None:
+    split = {"train": 0.8, "val": 0.0, "test": 0.2}
+    (out,) = run(digits(rounds=1, split=split), tmp_path, engine="sequential").folders
+    for folder, words in ((out, "the state after the last round"), (fedavg, "best pooled validation accuracy")):
+        found = inspect(folder, tmp_path / folder.name, samples=5)
+        assert words in found["models-of"]
+        assert words in (tmp_path / folder.name / "inspect.html").read_text()
+
+
+def test_markers_are_domains_where_clients_share_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A panel with more clients than another: one legend has to fit both."""
+    legends: list[list[str]] = []
+
+    def spy(handles: Sequence[Line2D], names: Sequence[str]) -> tuple[list[Line2D], list[str]]:
+        legends.append([f"{name} {handle.get_marker()}" for handle, name in zip(handles, names, strict=True)])
+        return few(handles, names)
+
+    monkeypatch.setattr(pictures, "few", spy)
+    for clients in (5, 15):
+        partition = {"kind": "by-domain", "clients": clients, "inside": "dirichlet", "alpha": 5.0}
+        run(digits(rounds=1, partition=partition), tmp_path, engine="sequential")
+    inspect(tmp_path / "digits", samples=5)
+    _, markers = legends
+    assert len(markers) == 5
+    assert len({line.split()[-1] for line in markers}) == 5
+    assert not any("-" in line for line in markers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from torch import Tensor
@@ -29,10 +29,12 @@ class Tent(Adapter):
     shift are trained. ``params = "all"`` (FedTTA's baseline for networks without BatchNorm): all weights, running
     statistics if there are any. ``predict-when = "before"`` gives the outputs of the pass the step was taken on (the
     authors' choice), ``"after"`` predicts again. FedTTA's row is ``params = "all"``, ``predict-when = "after"``,
-    ``bits = true``, ``clip = 10``, with SGD at FedAvg's rate and the client's data as one batch (``batch-size = 0``).
+    ``bits = true``, ``clip = 10``, with SGD at FedAvg's rate (``train-lr = true``: ``[train] lr`` with the decay of the
+    round that serves, in place of ``lr``) and the client's data as one batch (``batch-size = 0``).
     """
 
     lr: float = 1e-3
+    train_lr: bool = False
     optimiser: str = "adam"
     momentum: float = 0.0
     weight_decay: float = 0.0
@@ -63,6 +65,10 @@ class Tent(Adapter):
     def batch(self) -> int | None:
         """The entropy is that of a batch."""
         return self.batch_size or 1 << 62
+
+    def at(self, lr: float) -> Tent:
+        """At the method's rate, if that is wanted."""
+        return replace(self, lr=lr) if self.train_lr else self
 
     def trained(self) -> frozenset[str]:
         """The names that move."""

@@ -204,7 +204,13 @@ COLUMNS = (
         "for a full batch in the dearest phase (step), for all its batches in all phases (round, mean over clients).",
     ),
     Column("flops-round", "round\nGFLOPs", _giga),
-    Column("flops-server", "server\nGFLOPs", _giga, "Server GFLOPs: of its own training in a round.", always=False),
+    Column(
+        "flops-server",
+        "server\nGFLOPs",
+        _giga,
+        "Server GFLOPs: of what it trains and generates itself in a round.",
+        always=False,
+    ),
     Column("seconds-per-round", "round\ns", short, "Round s: of all clients on this machine, median without round 1."),
     Column(
         "memory-step", "step\nMiB", _mib, "Step MiB: the most that tensors alive at once take in any step of a client."

@@ -90,21 +90,22 @@ def _with_flops(costs: Costs, federation: Federation, rounds: int, compute: Comp
     steps: dict[str, float] = {}
     for _, work in works:
         steps |= {name: max(flops, steps.get(name, 0)) for name, flops in work.steps.items()}
+    server = _aggregation(federation, rounds, compute) if works else None
+    unknown = works and server is None
     return replace(
         costs,
         flops_step=max(steps.values(), default=None),
         flops_round=_mean((weight, work.flops) for weight, work in works),
         flops_end=_mean((weight, work.flops) for weight, work in ends),
-        flops_server=_aggregation(federation, rounds, compute) if works else None,
+        flops_server=server,
         memory_step=max((work.memory for _, work in works), default=None),
         steps=steps,
+        notes=("the server's FLOPs are not counted: it looks at numbers",) if unknown else (),
     )
 
 
 def _aggregation(federation: Federation, rounds: int, compute: Compute) -> int | None:
     """FLOPs of the server in the last round; None if it looks at numbers, which tensors without any do not have."""
-    if compute.device.type != "meta":
-        return None
     now, server = federation.moment(rounds - 1), _copied(federation.start().server, compute)
     ups: dict[str, Tree] = {}
     for arch, clients in federation.by_arch(federation.training.clients).items():

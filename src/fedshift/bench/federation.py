@@ -54,6 +54,7 @@ class RoundReport:
     seconds: float
     left_out: tuple[str, ...]  # clients whose loss or update was not finite
     memory: Mapping[str, int] = field(default_factory=dict)  # see fedshift.bench.costs.memory_so_far
+    told: Mapping[str, float] = field(default_factory=dict)  # by the server about its own work
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,8 @@ class Federation:
             bytes_up=sum(float_bytes(reply.up) for reply in replies.values()),
             seconds=(time.perf_counter() - begun.started) / beside,
             left_out=tuple(name for name in replies if name not in sound),
-            memory=self._memory(),
+            memory=self._memory() if beside == 1 else {},  # others' is in it
+            told={name: float(value) for name, value in self.setup.method.told(server).items()},
         )
         return State(state.round + 1, server, {**state.mines, **kept}), report
 

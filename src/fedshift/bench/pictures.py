@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -300,24 +301,25 @@ def _web(panel: PolarAxes, clients: list[str], angles: np.ndarray[Any, Any], val
 
 
 def tsne_picture(folder: Path, path: Path) -> None:
-    """t-SNE of the features saved with one run: the colour is the class, the marker the client.
+    """t-SNE of the features saved with one run: the colour is the class, the marker the client or its domain.
 
     The coordinates lie beside it as JSON.
     """
     made = Features.load(folder / FEATURES)
     placed = places(made)
     x, y, label, client = (np.array(placed[key]) for key in ("x", "y", "label", "client"))
-    tones, markers = shades(len(made.classes)), [MARKERS[k % len(MARKERS)] for k in range(len(made.clients))]
+    tones = shades(len(made.classes))
+    stand_for = marked([name + (" (unseen)" if name in made.unseen else "") for name in made.clients])
+    markers = {name: MARKERS[k % len(MARKERS)] for k, name in enumerate(dict.fromkeys(stand_for))}
     figure = Figure(figsize=(7.4, 6.2), layout="constrained")
     panel = figure.subplots()
-    for number, marker in enumerate(markers):
+    for number, name in enumerate(stand_for):
         own = client == number
-        panel.scatter(x[own], y[own], c=tones[label[own]], marker=marker, s=20, alpha=0.8, linewidths=0)
-    names = [name + (" (unseen)" if name in made.unseen else "") for name in made.clients]
+        panel.scatter(x[own], y[own], c=tones[label[own]], marker=markers[name], s=20, alpha=0.8, linewidths=0)
     classes = [Line2D([], [], color=shade, marker="o", linestyle="") for shade in tones]
-    clients = [Line2D([], [], color=INK, marker=marker, linestyle="") for marker in markers]
+    clients = [Line2D([], [], color=INK, marker=marker, linestyle="") for marker in markers.values()]
     figure.legend(*few(classes, made.classes), loc="outside right upper", fontsize=9, frameon=False)
-    figure.legend(*few(clients, names), loc="outside lower center", ncols=5, fontsize=9, frameon=False)
+    figure.legend(*few(clients, list(markers)), loc="outside lower center", ncols=5, fontsize=9, frameon=False)
     panel.set_xticks([])
     panel.set_yticks([])
     for spine in panel.spines.values():
@@ -326,6 +328,16 @@ def tsne_picture(folder: Path, path: Path) -> None:
     panel.set_title(f"{folder.parent.name}: features by t-SNE ({moment})", color=INK, fontsize=10)
     save(figure, path)
     _write_json(path, placed)
+
+
+def marked(clients: Sequence[str]) -> list[str]:
+    """What a client's marker stands for: its domain, where several clients share one and are numbered, or itself.
+
+    >>> marked(["pen-0", "pen-1", "font-0"]), marked(["pen", "font"]), marked(["client-0", "client-1"])
+    (['pen', 'pen', 'font'], ['pen', 'font'], ['client-0', 'client-1'])
+    """
+    domains = [re.sub(r"-\d+(?= |$)", "", name) for name in clients]
+    return domains if 1 < len(set(domains)) < len(clients) else list(clients)
 
 
 def shades(count: int) -> np.ndarray[Any, Any]:

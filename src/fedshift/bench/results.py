@@ -171,7 +171,7 @@ class Result:
         every = self.metrics()
         means = [metric for metric in every if metric.startswith("mean/")]
         metrics = every if len(every) <= MOST_COLUMNS else means or every[:MOST_COLUMNS]
-        known = {rule for row in self.rows for rule, _ in row.values}
+        known = {rule for row in self.rows for rule, _ in row.values} - ({"best-val"} if not self.validated else set())
         table = Table(title="The same AVG under the selection rules", title_justify="left")
         sweep = list(dict.fromkeys(key for row in self.rows for key, _ in row.point))
         for column in ("method", "adapter", *sweep):

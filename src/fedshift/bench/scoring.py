@@ -54,7 +54,7 @@ def score(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
     for spec in waiting:
         say.doing(f"{title}: adapter {spec.title}")
         rounds = {"last": last[0].round, "best-val": chosen.get(spec.title, best).round}
-        by_round = {number: _rows(job, federation, spec, models[number]) for number in set(rounds.values())}
+        by_round = {number: _rows(job, federation, spec, number, models[number]) for number in set(rounds.values())}
         origin = {"seed": job.seed, "task-hash": job.task.hash, "fedshift": fedshift.__version__}
         named = {"adapter": spec.name, "options": spec.options(), "code": code_digest(ADAPTERS[spec.name].make)}
         scored = [
@@ -69,9 +69,11 @@ def score(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
         save_features(job, federation, {name: tree for trees in own for name, tree in trees.items()}, best.round, say)
 
 
-def _rows(job: Job, federation: Federation, spec: AdapterSpec, offered: Sequence[Served]) -> list[dict[str, Any]]:
+def _rows(
+    job: Job, federation: Federation, spec: AdapterSpec, number: int, offered: Sequence[Served]
+) -> list[dict[str, Any]]:
     """An adapter's scores on every stream; models that were just trained on labels are scored as they are."""
-    adapters, made = job.setup.adapters(spec), list[dict[str, Any]]()
+    adapters, made = job.setup.adapters(spec, federation.moment(number)), list[dict[str, Any]]()
     for served in offered:
         if served.model == "after-local" and spec.name != "none":
             continue

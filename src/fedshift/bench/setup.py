@@ -16,7 +16,7 @@ from fedshift.bench.experiment import AdapterSpec, Experiment, MethodSpec, Model
 from fedshift.core import rng
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch
-from fedshift.core.method import Method, Train
+from fedshift.core.method import Method, Now, Train
 from fedshift.core.pairs import check_method, missing_for_pair
 from fedshift.core.registry import ADAPTERS, METHODS, MODELS, with_options
 from fedshift.data.concept import Rotation
@@ -108,18 +108,18 @@ class Setup:
         """No adaptation, by architecture."""
         return self.adapters(AdapterSpec(name="none"))
 
-    def adapters(self, spec: AdapterSpec) -> dict[str, Adapter]:
-        """An adapter by architecture."""
-        return {name: self.adapter(spec, method) for name, method in self.methods.items()}
+    def adapters(self, spec: AdapterSpec, now: Now | None = None) -> dict[str, Adapter]:
+        """An adapter of models of this moment (the start, if none is given), by architecture."""
+        return {name: self.adapter(spec, method, now) for name, method in self.methods.items()}
 
-    def adapter(self, spec: AdapterSpec, method: Method) -> Adapter:
+    def adapter(self, spec: AdapterSpec, method: Method, now: Now | None = None) -> Adapter:
         """An adapter on a method's deployed models; raises if the pair is not valid."""
         cls = ADAPTERS[spec.name].make
         adapter = with_options(cls, f"adapter {spec.name!r}", spec.options(), arch=method.arch, forward=method.forward)
         reason = missing_for_pair(self.spec.title, method.deploys, spec.name, adapter)
         if reason:
             raise UserError(reason)
-        return adapter
+        return adapter.at(self.train.lr * (1.0 if now is None else now.decay(self.train)))
 
 
 def make_setup(experiment: Experiment, spec: MethodSpec, task: Task, network: Network | None = None) -> Setup:

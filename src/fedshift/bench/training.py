@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -170,6 +171,7 @@ def _line(round_: int, report: RoundReport) -> dict[str, Any]:
         "bytes-up": report.bytes_up,
         "seconds": round(report.seconds, 4),
         **report.memory,
+        **{f"server/{name}": value if math.isfinite(value) else None for name, value in report.told.items()},
     }
 
 
@@ -202,7 +204,7 @@ def _validate_adapted(
     """The same after every adapter's own, label-free adaptation to the validation images, where that chooses its round."""
     for spec in job.setup.spec.validated(job.experiment.evaluate):
         started = time.perf_counter()
-        scores = federation.evaluate(job.setup.adapters(spec), deployed, ["val"])
+        scores = federation.evaluate(job.setup.adapters(spec, federation.now(state)), deployed, ["val"])
         reached = summarise({name: score for (name, _), score in scores.items()})
         line = {"round": state.round, "adapter": spec.title, "val": reached.as_dict()}
         job.folder.log({**line, "seconds": round(time.perf_counter() - started, 4)})

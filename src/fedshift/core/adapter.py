@@ -60,6 +60,10 @@ class Adapter:
         """Random tensors wanted per sample, keyed by sample id."""
         return {}
 
+    def at(self, lr: float) -> Adapter:
+        """The adapter for models whose method would train at this rate now; most have a rate of their own."""
+        return self
+
     def prepare(self, deployed: Tree, batches: Iterable[Mapping[str, Tensor]]) -> Tree:
         """Before deployment, at the client, with its training data (``x``, ``y``); the result joins ``deployed``."""
         return {}

@@ -195,8 +195,12 @@ class GeneratorMethod(Method):
         server = super().server_init(models, clients)
         like, size = server["model"][self.arch.parameters[0]], self.arch.feature_size
         tensors = fresh(like, self.arch.classes, self.noise_size, self.generator_hidden or 8 * size, size)
-        memory = self.rule.memory(drop(tensors, STATISTICS))
-        return {**server, "generator": tensors, "generator memory": memory}
+        memory, unknown = self.rule.memory(drop(tensors, STATISTICS)), {"loss": like.new_full((), math.nan)}
+        return {**server, "generator": tensors, "generator memory": memory, "generator log": unknown}
+
+    def told(self, server: Tree) -> Tensors:
+        """The generator's mean loss over its steps, each before the step."""
+        return {"generator-loss": server["generator log"]["loss"]}
 
     def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
         """The generator goes down with the model; who is only going to predict needs none."""
@@ -210,11 +214,12 @@ class GeneratorMethod(Method):
         ids = torch.arange(steps, device=tensors[INNER].device)
         labels = rng.integers(server_seed(draws, "labels"), ids, self.arch.classes, (size,))
         noise = rng.normal(server_seed(draws, "noise"), ids, (size, self.noise_size)).to(tensors[INNER].dtype)
-        tensors, memory, _ = trained(
+        tensors, memory, losses = trained(
             tensors, server["generator memory"], self.rule, self.generator_loss(ups), labels, noise
         )
         merged = super().aggregate(server, ups, now, draws)
-        return {**merged, "generator": tensors, "generator memory": memory}
+        log = {"loss": losses.mean().detach()}
+        return {**merged, "generator": tensors, "generator memory": memory, "generator log": log}
 
 
 def server_seed(draws: Batch, purpose: str) -> int:

@@ -268,6 +268,10 @@ class Method:
             return {"model": {**drop(server["model"], self.private(now)), **server.get("newcomer", {})}}
         return {"model": drop(server["model"], self.private(now))}
 
+    def told(self, server: Tree) -> Tensors:
+        """Numbers about the server's own work in the round that has just ended, by name, for the log; most have none."""
+        return {}
+
     def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
         """The next server state. ``now`` has ``samples`` [K] in the order of ``ups`` (client order).
 

@@ -29,6 +29,7 @@ T = TypeVar("T")
 MODELS = ("deployed", "global")
 MOST_CLIENTS = 40  # whose pairs are compared, spread evenly over all
 MOST_POINTS = 2000  # that t-SNE places
+COARSE = 10  # images of a client, below which its PAD has a few values only
 ANYONE = "a client nobody has seen"
 
 
@@ -79,6 +80,7 @@ class Look:
     parts: tuple[Part, ...]
     risks: Mapping[str, float | None]  # of all clients that trained, also those that are not among the parts
     accuracies: Mapping[str, float]
+    confusions: Mapping[str, Tensor]  # of all clients, seen or not
     distances: Distances | None
     telemetry: Mapping[str, Mapping[str, Any]]  # what adapters told, by adapter and metric
     notes: tuple[str, ...] = ()
@@ -150,7 +152,11 @@ def look(
     why = incomparable(parts)
     doing(f"{job.title}: distances between {len(parts)} clients")
     found = None if why else distances({part.client: part.features for part in parts}, trained)
-    more = (f"{len(parts)} of {len(every)} clients are compared, spread evenly",) if len(parts) < len(every) else ()
+    more = [f"{len(parts)} of {len(every)} clients are compared, spread evenly"] if len(parts) < len(every) else []
+    if coarse := [part.client for part in parts if len(part.labels) < COARSE]:
+        more.append(
+            f"{len(coarse)} clients have fewer than {COARSE} test images, and distances that are hardly measured"
+        )
     return Look(
         name=name,
         job=job,
@@ -160,6 +166,7 @@ def look(
         parts=parts,
         risks={part.client: part.risk for part in every if not part.unseen},
         accuracies={part.client: part.accuracy for part in every if not part.unseen},
+        confusions={part.client: part.confusion for part in every},
         distances=found,
         telemetry=told(job.folder.scores(), wish.select),
         notes=(*heard.notes, *more, *((f"no distances and no t-SNE, because {why}",) if why else ())),

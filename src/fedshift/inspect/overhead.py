@@ -84,8 +84,8 @@ class Overhead:
             f"evaluations, of fewer before there are {WINDOW}) is at least {self.target:g} %.",
             "Compute: R* times the FLOPs the cost ledger counts for a client's mean round (steps x batch x 3F for plain "
             "training, F: 2 per multiply-add of a forward pass; the first layer needs no gradient of its input), with all "
-            "extra phases and, once, the work after the last round. Server: R* times its own training in a round, if it "
-            "trains anything; what it takes to average is not counted.",
+            "extra phases and, once, the work after the last round. Server: R* times what it trains and generates itself "
+            "in a round; what it takes to average is not counted.",
             "Up, down, both: all floats a client sends and receives in rounds 1 to R*.",
             "Memory: the most that tensors alive at once take in any step of a client; on a GPU also the most that torch "
             "had allocated in a round, for all clients.",
@@ -152,6 +152,11 @@ def overhead(path: str | Path, target: float) -> Overhead:
     runs = [
         (names[folder], seed, spent(lines, costs, target, stream)) for folder, (seed, lines, costs) in ledgers.items()
     ]
+    for name in (name for name, _, took in runs if took.best is None):
+        raise UserError(
+            f"{name} logged no accuracy while it trained: it has no validation images, or was never evaluated; run again "
+            "with -c evaluate.oracle=true -c evaluate.every=1, which scores test streams during training"
+        )
     return Overhead(target, stream, tuple(runs))
 
 

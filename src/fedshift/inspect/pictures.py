@@ -13,7 +13,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from fedshift.bench.pictures import INK, MARKERS, PALETTE, SOFT, few, save, shades
+from fedshift.bench.pictures import INK, MARKERS, PALETTE, SOFT, few, marked, save, shades
 from fedshift.inspect.looking import Look, Part, evenly
 
 WRITTEN = 12  # clients, up to which numbers are written into a map, and classes, up to which they are named
@@ -89,6 +89,9 @@ def confusion_picture(looks: Sequence[Look], path: Path) -> None:
         grid[row, 0].set_ylabel(f"{look.name}\ntrue class", fontsize=8, color=INK)
         for panel in grid[row, len(parts) :]:
             panel.set_axis_off()
+    if any(len(parts) < len(look.confusions) for look, parts in zip(looks, rows, strict=True)):
+        most = max(len(look.confusions) for look in looks)
+        figure.suptitle(f"{across} of {most} clients, spread evenly; the numbers have all", fontsize=8, color=SOFT)
     figure.supxlabel(
         "predicted class" if classes <= WRITTEN else "predicted class, in the order of the data", fontsize=8
     )
@@ -97,15 +100,18 @@ def confusion_picture(looks: Sequence[Look], path: Path) -> None:
 
 
 def tsne_picture(looks: Sequence[Look], placed: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """t-SNE of the features, one panel for each run: the colour is the class, the marker the client."""
+    """t-SNE of the features, one panel for each run: the colour is the class, the marker the client or its domain."""
     side = 6.0 if len(looks) == 1 else 4.2
     figure, axes = _panels(len(looks), width=side, height=side)
-    for panel, look, place in zip(axes, looks, placed, strict=True):
+    stand_for = [marked([_named(part) for part in look.parts]) for look in looks]
+    names = list(dict.fromkeys(name for own in stand_for for name in own))
+    markers = {name: MARKERS[k % len(MARKERS)] for k, name in enumerate(names)}
+    for panel, look, place, own_names in zip(axes, looks, placed, stand_for, strict=True):
         x, y, label, client = (np.array(place[key]) for key in ("x", "y", "label", "client"))
         colours = shades(len(place["classes"]))
         for number in range(len(place["clients"])):
             own = client == number
-            marker = MARKERS[number % len(MARKERS)]
+            marker = markers[own_names[number]]
             panel.scatter(x[own], y[own], c=colours[label[own]], marker=marker, s=14, alpha=0.8, linewidths=0)
         panel.set_xticks([])
         panel.set_yticks([])
@@ -114,8 +120,7 @@ def tsne_picture(looks: Sequence[Look], placed: Sequence[Mapping[str, Any]], pat
             spine.set_color(SOFT)
     first = placed[0]
     classes = [Line2D([], [], color=shade, marker="o", linestyle="") for shade in shades(len(first["classes"]))]
-    names = [_named(part) for part in looks[0].parts]
-    clients = [Line2D([], [], color=INK, marker=MARKERS[k % len(MARKERS)], linestyle="") for k in range(len(names))]
+    clients = [Line2D([], [], color=INK, marker=marker, linestyle="") for marker in markers.values()]
     figure.legend(*few(classes, first["classes"]), loc="outside right upper", fontsize=9, frameon=False)
     columns = max(1, int(figure.get_figwidth() / (0.55 + 0.085 * max(map(len, names)))))
     figure.legend(*few(clients, names), loc="outside lower center", ncols=columns, fontsize=9, frameon=False)

@@ -20,7 +20,6 @@ from fedshift.bench.collect import collect, find_runs
 from fedshift.bench.folder import RunFolder
 from fedshift.bench.metrics import mean_and_std, metric_parts
 from fedshift.bench.pictures import density_picture
-from fedshift.bench.results import RULE_TEXT
 from fedshift.bench.setup import PRECISIONS, Network
 from fedshift.data.pool import Pool
 from fedshift.data.task import Task
@@ -36,12 +35,14 @@ from fedshift.inspect.rebuild import SELECTIONS, names_of, rebuilt
 PAGE, NUMBERS = "inspect.html", "inspect.json"
 READ = {
     "pad": "Proxy A-distance: 0 if a linear SVM cannot tell two clients' features apart, 2 if it always can; lower means "
-    "features that do not give away the client. The last column is a client against all clients' images together.",
+    "features that do not give away the client. The last column is a client against all clients' images together, its own "
+    "among them, so that it stays below 2.",
     "risk": "Local risk: mean cross-entropy on a client's test images; the dashed line is the mean over clients. Lower is "
     "better, and bars of equal length mean that nobody is left behind.",
     "confusion": "Confusion: each row is a true class, each column what it was taken for; a perfect model fills the "
     "diagonal. The percentage is the client's accuracy.",
-    "tsne": "t-SNE of features: points of one colour (class) together and markers (clients) mixed is what one hopes for; "
+    "tsne": "t-SNE of features: points of one colour (class) together and markers (clients, or the domains that several of "
+    "them share) mixed is what one hopes for; "
     "distances between far groups mean nothing.",
     "weights": "What adapters told while they predicted, over all samples of a stream: for FedTHE, e is the weight of the "
     "global head (0: only the personal one decides, 1: only the global one).",
@@ -94,6 +95,7 @@ def inspect(
     numbers = {
         "fedshift": fedshift.__version__,
         "selection": select,
+        "models-of": collect(folders).choice(select),
         "samples": samples,
         "read": READ,
         "methods": summary(looks),
@@ -149,7 +151,7 @@ def as_dict(look: Look) -> dict[str, Any]:
         "accuracy": {"by-client": dict(look.accuracies), "mean": look.accuracy},
         "risk": {"by-client": dict(look.risks), "mean": look.risk},
         "pad": None if look.distances is None else look.distances.as_dict(),
-        "confusion": {part.client: part.confusion.tolist() for part in look.parts},
+        "confusion": {name: counts.tolist() for name, counts in look.confusions.items()},
         "telemetry": look.telemetry,
         "notes": list(look.notes),
     }
@@ -229,7 +231,7 @@ def _page(
     return environment.from_string(template).render(
         title=f"{name}: what was learnt",
         path=str(path),
-        rule=RULE_TEXT[numbers["selection"]],
+        rule=numbers["models-of"],
         samples=numbers["samples"],
         streams=sorted({look.wanted.stream for look in looks}),
         rows=numbers["methods"],

@@ -26,7 +26,6 @@ class Images:
     names: tuple[str, ...]  # of the files
     pixels: Tensor  # uint8 [N, channels, height, width]
     truth: Tensor | None  # int64 [N], where the labels are known
-    by_class: bool = False  # the order of the files tells their labels
     resized: int = 0
     converted: int = 0  # from grey to colour, or the other way round
 
@@ -45,7 +44,6 @@ class _Found:
     names: tuple[str, ...]
     encoded: Sequence[Any]
     labels: tuple[str, ...] | None
-    by_class: bool = False
 
 
 def read_images(
@@ -72,7 +70,7 @@ def read_images(
     other_size = {kind: n for kind, n in kinds.items() if not kind.startswith(f"{width}x{height} ")}
     grey = {kind: n for kind, n in kinds.items() if kind.split()[1] in ("1", "L", "LA", "I", "I;16")}
     converted = sum(grey.values()) if channels == 3 else len(pixels) - sum(grey.values())
-    return Images(found.names, torch.from_numpy(pixels), truth, found.by_class, sum(other_size.values()), converted)
+    return Images(found.names, torch.from_numpy(pixels), truth, sum(other_size.values()), converted)
 
 
 def _found(path: Path, columns: Mapping[str, str]) -> _Found:
@@ -105,9 +103,8 @@ def _in_folder(root: Path, names: Sequence[str]) -> _Found:
         raise UserError(
             f"pictures of {root} must lie in it (without labels) or in folders named like classes, but some {what}"
         )
-    by_class = depths == {1}
-    labels = tuple(name.split("/")[0] for name in names) if by_class else None
-    return _Found(tuple(names), [root / name for name in names], labels, by_class)
+    labels = tuple(name.split("/")[0] for name in names) if depths == {1} else None
+    return _Found(tuple(names), [root / name for name in names], labels)
 
 
 def _in_tables(files: Mapping[str, Path], columns: Mapping[str, str]) -> _Found:

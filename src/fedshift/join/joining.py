@@ -99,7 +99,7 @@ def join(
             raise UserError(
                 f"{title!r} has nothing to give to a client nobody has seen: its clients share no whole model"
             )
-        logits, state = predicted(chosen.made, tree, task, welcome.seed, compute)
+        logits, state = predicted(trained.adapter(chosen), tree, task, welcome.seed, compute)
     if not logits.isfinite().all():
         raise UserError(f"{title!r} with adapter {chosen.adapter.title!r} gives no finite numbers on {source}")
     chances, codes = logits.double().softmax(1).max(1)
@@ -141,7 +141,7 @@ def newcomer_task(client: str, images: Images, welcome: Welcome) -> Task:
     """A task with one client, who does not train; nobody is told its labels, not even by the order of its images."""
     count, nothing = len(images.pixels), torch.zeros(0, dtype=torch.int64)
     ids = Pool(images.pixels, torch.zeros(count, dtype=torch.int64), welcome.classes).content()
-    index = ids.argsort(stable=True) if images.by_class else torch.arange(count)  # ids are digests of pixels
+    index = torch.arange(count) if images.truth is None else ids.argsort(stable=True)  # ids are digests of pixels
     pixels, public = images.pixels, None
     if welcome.public:
         pixels = torch.cat([pixels, welcome.public["images"]])

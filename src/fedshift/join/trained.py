@@ -30,7 +30,6 @@ class Choice:
     model: ModelSpec
     method: Method  # on this network
     adapter: AdapterSpec
-    made: Adapter  # on that method
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,16 @@ class Trained:
         name = names[0] if network is None else network
         if name not in names:
             raise UserError(f"{self.folder.path} has no network {name!r}; it has: {', '.join(names)}")
-        spec, method = choose_adapter(self.scored, adapter), self.setup.methods[name]
-        return Choice(name, self.experiment.models[names.index(name)], method, spec, self.setup.adapter(spec, method))
+        return Choice(
+            name,
+            self.experiment.models[names.index(name)],
+            self.setup.methods[name],
+            choose_adapter(self.scored, adapter),
+        )
+
+    def adapter(self, chosen: Choice) -> Adapter:
+        """The adapter that was chosen, for models of the round that serves."""
+        return self.setup.adapter(chosen.adapter, chosen.method, self.welcome.now)
 
     @property
     def scored(self) -> dict[str, AdapterSpec]:
@@ -141,7 +148,8 @@ def _listed(names: Sequence[str], most: int = 30) -> str:
 def choose_adapter(scored: Mapping[str, AdapterSpec], name: str | None) -> AdapterSpec:
     """A run's adapter by label or name, with its options; any other registered one with its defaults.
 
-    Nothing asked for is no adaptation, unless the run was scored with one other adapter alone: then that is meant.
+    Nothing asked for is the run's adapter that works with more than the model (FedTTA's with its learnt loss), if there is
+    one such: the method was trained for it. Otherwise it is no adaptation, unless one other adapter alone was scored.
 
     >>> scored = {"tent lr=0.01": AdapterSpec(name="tent", label="tent lr=0.01", lr=0.01)}
     >>> choose_adapter(scored, "tent").options()
@@ -152,6 +160,9 @@ def choose_adapter(scored: Mapping[str, AdapterSpec], name: str | None) -> Adapt
     {}
     """
     if name is None:
+        special = [spec for spec in scored.values() if not ADAPTERS[spec.name].make.needs <= {"model"}]
+        if len({spec.name for spec in special}) == 1:
+            return min(special, key=lambda spec: len(spec.options()))  # the plainest
         if "none" in scored or not scored:
             return AdapterSpec(name="none")
         if len(scored) == 1:

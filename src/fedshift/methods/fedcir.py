@@ -12,7 +12,7 @@ from torch import Tensor
 from fedshift.core import gaussians, rng
 from fedshift.core.checks import not_negative, positive
 from fedshift.core.generator import GeneratorMethod, generated, server_seed
-from fedshift.core.method import Batch, Now, Phase
+from fedshift.core.method import Batch, Method, Now, Phase
 from fedshift.core.registry import method
 from fedshift.core.stochastic import StochasticMethod
 from fedshift.core.tree import Tensors, Tree
@@ -83,8 +83,12 @@ class FedCiR(StochasticMethod, GeneratorMethod):
         return {"model": down["model"], **{slot: server[slot] for slot in sorted(needed)}}
 
     def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
-        """The generator, the Gaussians of what it makes now, and FedAvg."""
+        """FedAvg, and of the generator and the Gaussians of what it makes now those that a regulariser needs."""
+        if not self.reg and not self.align:
+            return Method.aggregate(self, server, ups, now, draws)  # nobody asks for a generator
         merged = super().aggregate(server, ups, now, draws)
+        if not self.align:
+            return merged
         return {**merged, "gaussians": self.class_gaussians(merged["generator"], server_seed(draws, "classes"))}
 
     def class_gaussians(self, generator: Tensors, seed: int) -> Tensors:
