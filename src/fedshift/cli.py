@@ -145,6 +145,9 @@ def inspect(
     model: Annotated[
         str, typer.Option(help="deployed, or global: the model a new client would get, for everybody.")
     ] = "deployed",
+    steps: Annotated[
+        int, typer.Option(help="FedTTA: also follow so many steps of adaptation, as the paper's Fig. 2.")
+    ] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
 ) -> None:
     """What was learnt: distances between clients, local risks, confusions, t-SNE; a table, a page, pictures and JSON."""
@@ -153,7 +156,9 @@ def inspect(
 
     console = _console()
     with console.status("reading runs") as status:
-        found = look_into(path, out, samples=samples, select=select, model=model, device=device, doing=status.update)
+        found = look_into(
+            path, out, samples=samples, select=select, model=model, steps=steps, device=device, doing=status.update
+        )
     console.print(summary_table(found["methods"]))
     for note in dict.fromkeys(f"{entry['name']}: {note}" for entry in found["runs"] for note in entry["notes"]):
         console.print(f"- {_escaped(note)}", highlight=False)

@@ -198,3 +198,11 @@ def test_a_stochastic_encoder_is_compared_by_its_means_and_risked_by_its_draws(t
 def test_hardly_measured_distances_are_mentioned(fedavg: Path) -> None:
     (found,) = looks_at([fedavg], Wish(samples=4))
     assert found.notes == ("5 clients have fewer than 10 test images, and distances that are hardly measured",)
+
+
+def test_where_only_strangers_are_tested_the_means_are_theirs(tmp_path: Path) -> None:
+    split = {"train": 0.85, "val": 0.15, "test": 0.0, "unseen": ["font", "pen"]}
+    (out,) = run(digits(rounds=1, split=split), tmp_path, engine="sequential").folders
+    numbers = numbers_of(out, samples=10)["fedavg"]
+    assert set(numbers["risk"]["by-client"]) == set(numbers["accuracy"]["by-client"]) == {"font", "pen"}
+    assert numbers["pad"]["mean"] == numbers["pad"]["pairs"]["pen"][numbers["clients"].index("font")]

@@ -19,11 +19,14 @@ from fedshift import Experiment, UserError, run
 from fedshift.bench.folder import RunFolder
 from fedshift.bench.pictures import few
 from fedshift.inspect import inspect, pictures
-from fedshift.inspect.report import READ, SECTIONS
+from fedshift.inspect.report import READ
+from fedshift.inspect.report import SECTIONS as EVERY
 from tests.bench.test_bad_input import parquet
 from tests.bench.test_features import error_of
 from tests.bench.test_runner import POOL, command
 from tests.inspect.conftest import digits
+
+SECTIONS = {key: title for key, title in EVERY.items() if key != "curve"}  # which is drawn where it is asked for
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -237,3 +240,19 @@ def test_markers_are_domains_where_clients_share_them(tmp_path: Path, monkeypatc
     assert len(markers) == 5
     assert len({line.split()[-1] for line in markers}) == 5
     assert not any("-" in line for line in markers)
+
+
+def test_adaptation_is_followed_step_by_step(tmp_path: Path) -> None:
+    experiment = digits(split={"unseen": ["font", "pen"]}, method=[{"name": "fedtta", "adapters": ["none", "fedtta"]}])
+    (out,) = run(experiment, tmp_path, engine="sequential").folders
+    (numbers,) = inspect(out, tmp_path / "page", samples=5, steps=3)["runs"]
+    curve, scores = numbers["curve"], RunFolder(out).scores()
+    assert [sorted(point) for point in curve] == [["accuracy", "entropy", "loss"]] * 4
+    for step, adapter in enumerate(("none", "fedtta")):
+        (row,) = (
+            r for r in scores[adapter] if r["selection"] == "best-val" and r["metric"].endswith("original/unseen")
+        )
+        assert 100 * curve[step]["accuracy"] == pytest.approx(row["avg"])
+    assert (tmp_path / "page" / "curve.png").is_file()
+    assert EVERY["curve"] in (tmp_path / "page" / "inspect.html").read_text()
+    assert inspect(out, tmp_path / "other", samples=5)["runs"][0]["curve"] == []

@@ -34,7 +34,7 @@ class LearnedAdaptation(Adapter):
 
     ``psi <- psi - rate clip( grad_psi mean_b |g(f(D_b; psi); phi)| )`` and weight decay, over batches D_b of ``batch-size``
     images in their order: the norm grows with the batch, so they are as large as in training. A short last one keeps its
-    smaller norm. ``lr`` is by default the inner rate that the model was trained with, in its last round.
+    smaller norm. ``lr`` is by default the inner rate that training had come to with this model.
 
     FedTTA++ is ``steps = 50``: after every step the mean entropy of the predictions is measured; when it has not fallen for
     ``patience`` steps that is the end, and the state with the least entropy predicts. Candidates are the states after at

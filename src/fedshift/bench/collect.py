@@ -34,7 +34,7 @@ def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
     for path, config in configs.items():
         folder = RunFolder(path)
         lines = folder.lines()
-        validated = validated or _validated(lines)
+        validated = validated or validated_by(lines)
         scores = folder.scores()
         costs = _costs(folder, lines, scores)
         costs_notes |= dict.fromkeys(f"{title_of(config)}: {note}" for note in costs.notes)
@@ -190,7 +190,7 @@ def _oracle(lines: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]
     return [{"selection": "oracle", "metric": metric, **numbers} for metric, numbers in best.items()]
 
 
-def _validated(lines: Sequence[Mapping[str, Any]]) -> bool:
+def validated_by(lines: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a run was ever scored on validation images; without any there is no number."""
     scored = (value for line in lines for key, value in line.items() if "/val/" in key)
     return any(value["avg"] is not None for value in scored)

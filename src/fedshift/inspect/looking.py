@@ -10,16 +10,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fedshift.adapters.fedtta import LearnedAdaptation
+from fedshift.adapters.fedtta import curve as curve_of
 from fedshift.bench.features import Features, Wanted, places, positions_of, stream_of
 from fedshift.bench.federation import Federation, State
 from fedshift.bench.job import Job
 from fedshift.bench.progress import Silent
 from fedshift.core.adapter import Adapter
+from fedshift.core.learned_loss import SLOT
 from fedshift.core.tree import Tree
 from fedshift.data.streams import Setting
 from fedshift.data.task import Client, Samples, Task
 from fedshift.engines.auto import Engine
-from fedshift.engines.work import Compute, predictions
+from fedshift.engines.work import Compute, pixels, predictions
 from fedshift.errors import UserError
 from fedshift.inspect.pad import Distances, distances
 from fedshift.inspect.rebuild import state_of
@@ -40,11 +43,14 @@ class Wish:
     select: str = "best-val"
     samples: int = 200  # images of each client whose features are compared
     model: str = "deployed"
+    steps: int = 0  # of adaptation on a learnt loss that are followed
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
         if self.samples < 2:
             raise UserError(f"--samples must be at least 2, not {self.samples}")
+        if self.steps < 0:
+            raise UserError(f"--steps must not be negative, not {self.steps}")
         if self.model not in MODELS:
             raise UserError(f"--model must be {' or '.join(MODELS)}, not {self.model!r}")
 
@@ -78,11 +84,14 @@ class Look:
     round: int
     wanted: Wanted
     parts: tuple[Part, ...]
-    risks: Mapping[str, float | None]  # of all clients that trained, also those that are not among the parts
+    risks: Mapping[
+        str, float | None
+    ]  # of all clients that trained (or else of strangers), also those not among the parts
     accuracies: Mapping[str, float]
     confusions: Mapping[str, Tensor]  # of all clients, seen or not
     distances: Distances | None
     telemetry: Mapping[str, Mapping[str, Any]]  # what adapters told, by adapter and metric
+    curve: tuple[Mapping[str, float], ...] = ()  # before and after each step on a learnt loss, means over clients
     notes: tuple[str, ...] = ()
 
     @property
@@ -141,17 +150,25 @@ def look(
         heard.note(f"{job.setup.spec.title} has no global model; these are its clients' own")
     wanted = Wanted(wish.samples, stream_of(job.task), job.seed, job.task.hash)
     clients = [c for name in trees if len(job.task.samples(c := job.task.client(name), wanted.stream))]
-    if not any(client in job.task.clients for client in clients):
+    if not clients:
         raise UserError(f"no client of {job.folder.path} has images in stream {wanted.stream!r}")
+    # means are of clients that trained; where only strangers are tested they are of strangers
+    counted = {client.name for client in clients if client in job.task.clients} or {client.name for client in clients}
     plain = {c.name: job.setup.plain[arch] for arch, members in federation.by_arch(clients).items() for c in members}
     kept = {client.name for client in evenly(clients, MOST_CLIENTS)}
     doing(f"{job.title}: features")
     every = [_part(job.task, client, plain[client.name], trees[client.name], wanted, compute) for client in clients]
     parts = tuple(part for part in every if part.client in kept)
-    trained = [client.name for client in job.task.clients if client.name in kept]
+    compared = [client.name for client in clients if client.name in kept & counted]
     why = incomparable(parts)
+    strangers = [client for client in clients if client in job.task.unseen]
+    curve: tuple[Mapping[str, float], ...] = ()
+    if wish.steps and all(SLOT in trees[client.name] for client in clients):
+        doing(f"{job.title}: {wish.steps} steps of adaptation")
+        followed = evenly(strangers or clients, MOST_CLIENTS)
+        curve = adaptation(job.task, followed, plain, trees, wanted.stream, wish.steps, compute)
     doing(f"{job.title}: distances between {len(parts)} clients")
-    found = None if why else distances({part.client: part.features for part in parts}, trained)
+    found = None if why else distances({part.client: part.features for part in parts}, compared)
     more = [f"{len(parts)} of {len(every)} clients are compared, spread evenly"] if len(parts) < len(every) else []
     if coarse := [part.client for part in parts if len(part.labels) < COARSE]:
         more.append(
@@ -164,11 +181,12 @@ def look(
         round=state.round,
         wanted=wanted,
         parts=parts,
-        risks={part.client: part.risk for part in every if not part.unseen},
-        accuracies={part.client: part.accuracy for part in every if not part.unseen},
+        risks={part.client: part.risk for part in every if part.client in counted},
+        accuracies={part.client: part.accuracy for part in every if part.client in counted},
         confusions={part.client: part.confusion for part in every},
         distances=found,
         telemetry=told(job.folder.scores(), wish.select),
+        curve=curve,
         notes=(*heard.notes, *more, *((f"no distances and no t-SNE, because {why}",) if why else ())),
     )
 
@@ -216,6 +234,29 @@ def outputs(adapter: Adapter, deployed: Tree, samples: Samples, compute: Compute
     features = torch.cat([output.features.flatten(1) for output, _, _ in shown]).float().cpu()
     logits = torch.cat([output.logits for output, _, _ in shown]).cpu()
     return features, logits, torch.cat([labels for _, labels, _ in shown]).cpu()
+
+
+def adaptation(
+    task: Task,
+    clients: Sequence[Client],
+    plain: Mapping[str, Adapter],
+    trees: Mapping[str, Tree],
+    stream: str,
+    steps: int,
+    compute: Compute,
+) -> tuple[Mapping[str, float], ...]:
+    """Learnt loss, entropy and accuracy before and after every step on all of a client's images, means over clients."""
+    curves = []
+    for client in clients:
+        samples, own = task.samples(client, stream), plain[client.name]
+        x = pixels(samples.images, samples.index, compute.dtype).to(compute.device)
+        adapter = LearnedAdaptation(own.arch, own.forward, steps=steps)
+        labels = samples.labels[samples.index].to(compute.device)
+        curves.append(curve_of(adapter, adapter.init(trees[client.name]), x, labels))
+    steps_of_all = zip(*curves, strict=True)
+    return tuple(
+        {key: statistics.fmean(point[key] for point in points) for key in points[0]} for points in steps_of_all
+    )
 
 
 def incomparable(parts: Sequence[Part]) -> str:

@@ -127,6 +127,24 @@ def tsne_picture(looks: Sequence[Look], placed: Sequence[Mapping[str, Any]], pat
     save(figure, path)
 
 
+def curve_picture(looks: Sequence[Look], path: Path) -> None:
+    """What adaptation on a learnt loss does, step by step: loss, entropy and accuracy, a line for each run."""
+    figure, axes = _panels(3, width=3.6, height=3.0)
+    units = {"loss": "learnt loss", "entropy": "entropy, nats", "accuracy": "accuracy, %"}
+    for panel, (key, title) in zip(axes, units.items(), strict=True):
+        for number, look in enumerate(looks):
+            values = [point[key] * (100 if key == "accuracy" else 1) for point in look.curve]
+            panel.plot(values, color=PALETTE[number % len(PALETTE)], label=look.name, linewidth=1.6)
+        panel.set_title(title, color=INK, fontsize=9)
+        panel.set_xlabel("steps", fontsize=8, color=SOFT)
+        panel.tick_params(labelsize=8)
+        panel.grid(color=SOFT, alpha=0.25, linewidth=0.6)
+        _plain(panel)
+    names = axes[0].get_legend_handles_labels()
+    figure.legend(*names, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    save(figure, path)
+
+
 def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
     """A figure with so many panels, not more side by side than a page is wide."""
     down = -(-count // max(1, int(WIDEST / width)))

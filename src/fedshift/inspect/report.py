@@ -29,7 +29,7 @@ from fedshift.engines.work import Compute
 from fedshift.errors import UserError
 from fedshift.inspect.looking import Look, Wish
 from fedshift.inspect.looking import look as look_at
-from fedshift.inspect.pictures import confusion_picture, pad_picture, risk_picture, tsne_picture
+from fedshift.inspect.pictures import confusion_picture, curve_picture, pad_picture, risk_picture, tsne_picture
 from fedshift.inspect.rebuild import SELECTIONS, names_of, rebuilt
 
 PAGE, NUMBERS = "inspect.html", "inspect.json"
@@ -44,6 +44,8 @@ READ = {
     "tsne": "t-SNE of features: points of one colour (class) together and markers (clients, or the domains that several of "
     "them share) mixed is what one hopes for; "
     "distances between far groups mean nothing.",
+    "curve": "Adaptation on the learnt loss, step by step, means over new clients (or all, where there are none): the loss "
+    "that is minimised, the entropy of the predictions, by which FedTTA++ stops, and the accuracy, which nobody sees there.",
     "weights": "What adapters told while they predicted, over all samples of a stream: for FedTHE, e is the weight of the "
     "global head (0: only the personal one decides, 1: only the global one).",
 }
@@ -54,6 +56,7 @@ SECTIONS = {
     "risk": "Local risk",
     "confusion": "What is taken for what",
     "tsne": "Features in the plane",
+    "curve": "Adaptation, step by step",
     "weights": "Weights of the heads",
 }
 
@@ -65,6 +68,7 @@ def inspect(
     samples: int = 200,
     select: str = "best-val",
     model: str = "deployed",
+    steps: int = 0,
     device: str = "auto",
     network: Network | None = None,
     data: Pool | Task | None = None,
@@ -72,7 +76,8 @@ def inspect(
 ) -> dict[str, Any]:
     """Look at finished runs, write page, numbers and pictures into ``out`` (default ``RUN/inspect``); the numbers return.
 
-    ``path`` is a run folder or any folder above some; ``network`` and ``data`` are those the runs were given in Python.
+    ``path`` is a run folder or any folder above some; ``network`` and ``data`` are those the runs were given in Python. With
+    ``steps`` adaptation on a learnt loss (FedTTA) is followed so far.
 
     >>> import tempfile
     >>> from fedshift import Experiment, run
@@ -84,7 +89,7 @@ def inspect(
     """
     if select not in SELECTIONS:
         raise UserError(f"--select must be {' or '.join(SELECTIONS)}, not {select!r}")
-    wish = Wish(select, samples, model)
+    wish = Wish(select, samples, model, steps)
     folders = find_runs(Path(path))
     target = Path(out) if out is not None else Path(path) / "inspect"
     _check(target)
@@ -153,6 +158,7 @@ def as_dict(look: Look) -> dict[str, Any]:
         "pad": None if look.distances is None else look.distances.as_dict(),
         "confusion": {name: counts.tolist() for name, counts in look.confusions.items()},
         "telemetry": look.telemetry,
+        "curve": [dict(point) for point in look.curve],
         "notes": list(look.notes),
     }
 
@@ -215,6 +221,8 @@ def _pictures(
         confusion_picture(looks, folder / "confusion.png")
         if shown:
             tsne_picture(shown, [placed[look.job.folder.path] for look in shown], folder / "tsne.png")
+        if any(look.curve for look in looks):
+            curve_picture([look for look in looks if look.curve], folder / "curve.png")
         if any(look.telemetry for look in looks):
             density_picture(collect(folders), folder / "weights.png", select)
         return {f"{key}.png": file.read_bytes() for key in SECTIONS if (file := folder / f"{key}.png").is_file()}

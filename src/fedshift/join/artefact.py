@@ -108,7 +108,14 @@ class Artefact:
         return self.method.forward(self.state, x.to(dtype)).logits
 
     def module(self) -> nn.Module:
-        """The network alone, in inference mode; it wants normalised images: ``artefact.method.arch.normalise(x)``."""
+        """The network alone, in inference mode; it wants normalised images: ``artefact.method.arch.normalise(x)``.
+
+        Refused where predictions take more than the network: several heads or models, draws of a representation.
+        """
+        if type(self.method).forward is not Method.forward:
+            raise UserError(
+                f"{type(self.method).__name__} predicts with more than one pass of its network: call the artefact itself"
+            )
         module = copy.deepcopy(self.method.arch.factory())
         module.load_state_dict(self.state["model"])
         return module.eval()

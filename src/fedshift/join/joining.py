@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import fedshift
+from fedshift.bench.collect import validated_by
 from fedshift.bench.federation import welcomed
 from fedshift.bench.setup import PRECISIONS, Network
 from fedshift.bench.welcome import Welcome
@@ -41,7 +42,7 @@ class Joined:
     run: Path
     method: str
     seed: int
-    round: int  # chosen by validation
+    round: int
     network: str
     adapter: str
     scored: tuple[str, ...]  # adapters the run was scored with
@@ -50,6 +51,7 @@ class Joined:
     right: tuple[bool, ...] | None  # where labels are known
     files: tuple[Path, ...]
     notes: tuple[str, ...]  # what was done to the images, and what went wrong
+    validated: bool = True  # whether validation chose the round; otherwise it is the last one
 
     @property
     def accuracy(self) -> float | None:
@@ -109,6 +111,7 @@ def join(
         method=title,
         seed=welcome.seed,
         round=welcome.now.round,
+        validated=validated_by(trained.folder.lines()),
         network=chosen.network,
         adapter=chosen.adapter.title,
         networks=tuple(trained.setup.methods),
@@ -213,7 +216,7 @@ def described(joined: Joined, trained: Trained, chosen: Choice, source: Path, im
             "run": str(joined.run.resolve()),
             "seed": joined.seed,
             "round": joined.round,
-            "selection": "best-val",
+            "selection": "best-val" if joined.validated else "last",
             "task-hash": welcome.task_hash,
             "data": str(source.resolve()),
         },

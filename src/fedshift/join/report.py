@@ -13,8 +13,9 @@ MOST = 30  # classes in the table
 
 def headline(joined: Joined) -> str:
     """Who joined what."""
+    why = "the best on validation" if joined.validated else "the last one"
     return (
-        f"{joined.client} joined {joined.method}, seed {joined.seed} (round {joined.round}, the best on validation), "
+        f"{joined.client} joined {joined.method}, seed {joined.seed} (round {joined.round}, {why}), "
         f"with adapter {joined.adapter}"
     )
 
