@@ -12,6 +12,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from fedshift.bench.pictures import INK, MARKERS, PALETTE, SOFT, few, marked, save, shades
 from fedshift.inspect.looking import Look, Part, evenly
@@ -137,6 +138,7 @@ def curve_picture(looks: Sequence[Look], path: Path) -> None:
             panel.plot(values, color=PALETTE[number % len(PALETTE)], label=look.name, linewidth=1.6)
         panel.set_title(title, color=INK, fontsize=9)
         panel.set_xlabel("steps", fontsize=8, color=SOFT)
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.tick_params(labelsize=8)
         panel.grid(color=SOFT, alpha=0.25, linewidth=0.6)
         _plain(panel)
