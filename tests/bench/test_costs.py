@@ -192,6 +192,8 @@ def test_every_method_is_counted_without_computing(method: str) -> None:
     assert meta.flops_round is not None
     assert meta.flops_round > 0
     assert (meta.steps, meta.flops_round, meta.flops_end) == (real.steps, real.flops_round, real.flops_end)
+    assert meta.flops_server == real.flops_server
+    assert meta.flops_server is not None
     assert meta.memory_step == pytest.approx(real.memory_step, rel=0.02)
 
 
@@ -204,6 +206,9 @@ def test_the_servers_own_training_by_hand(method: str, gaussians: int) -> None:
     step = 2 * batch * (2 * inner + 3 * outer + 2 * heads * classes * size)
     assert count(fed, 3).flops_server == 5 * step + gaussians * classes * 2 * (inner + outer)
     assert counted("fedavg", hidden).flops_server == 0
+    few = Federation(fed.setup, fed.task, Sequential(), Compute(), 0, 3, participation=0.4)
+    less = 2 * batch * 2 * (heads - 2) * classes * size  # heads that did not come up
+    assert count(few, 3).flops_server == count(fed, 3).flops_server - 5 * less  # type: ignore[operator]
 
 
 class Curious(nn.Module):

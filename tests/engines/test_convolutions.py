@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import grad, vmap
+from torch.func import grad, jvp, vmap
 
 from fedshift.engines import convolutions
 from fedshift.engines.convolutions import PatchProducts, by_patches
@@ -83,6 +83,30 @@ def test_what_is_written_out(
         found = layer(x)
     assert bool(asked) == chosen
     torch.testing.assert_close(found, layer(x), rtol=1e-4, atol=1e-4)
+
+
+def test_patches_that_would_fill_the_memory_are_not_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, layer = torch.randn(2, 3, 8, 8), torch.nn.Conv2d(3, 4, 3)
+    monkeypatch.setattr(convolutions, "MOST_BYTES", 3 * 2 * 36 * 27 * 4)
+    monkeypatch.setattr(convolutions, "by_patches", lambda *_: "written out")
+    with PatchProducts(3):
+        assert layer(x) == "written out"
+    with PatchProducts(4):
+        assert layer(x).shape == (2, 4, 6, 6)
+
+
+def test_forward_derivatives_and_short_settings() -> None:
+    """What torch's own convolution can do, a method of the user's may ask for."""
+    x, way, weight = (torch.randn(shape, dtype=torch.double) for shape in ((2, 3, 8, 8), (2, 3, 8, 8), (4, 3, 3, 3)))
+
+    def loss(x: Tensor) -> Tensor:
+        return F.conv2d(x, weight, padding=(1,), stride=[2]).sin().square().sum()
+
+    expected = jvp(grad(loss), (x,), (way,))
+    with PatchProducts():
+        found = jvp(grad(loss), (x,), (way,))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
 def test_grouped_and_single_images_go_on_as_they_are() -> None:

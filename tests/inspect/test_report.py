@@ -18,6 +18,7 @@ from PIL import Image
 from fedshift import Experiment, UserError, run
 from fedshift.bench.folder import RunFolder
 from fedshift.bench.pictures import few
+from fedshift.core.tree import load, save
 from fedshift.inspect import inspect, pictures
 from fedshift.inspect.report import READ
 from fedshift.inspect.report import SECTIONS as EVERY
@@ -242,17 +243,34 @@ def test_markers_are_domains_where_clients_share_them(tmp_path: Path, monkeypatc
     assert not any("-" in line for line in markers)
 
 
-def test_adaptation_is_followed_step_by_step(tmp_path: Path) -> None:
-    experiment = digits(split={"unseen": ["font", "pen"]}, method=[{"name": "fedtta", "adapters": ["none", "fedtta"]}])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_adaptation_is_followed_step_by_step(adapted: bool, tmp_path: Path) -> None:
+    """With the settings and from the state that the run's own row has."""
+    adapters = ["none", {"name": "fedtta", "lr": 2.0, "batch-size": 8}]
+    experiment = digits(
+        rounds=6, split={"unseen": ["font", "pen"]}, evaluate={"every": 1, "adapted": adapted},
+        method=[{"name": "fedtta", "adapters": adapters}],
+    )  # fmt: skip
     (out,) = run(experiment, tmp_path, engine="sequential").folders
     (numbers,) = inspect(out, tmp_path / "page", samples=5, steps=3)["runs"]
     curve, scores = numbers["curve"], RunFolder(out).scores()
-    assert [sorted(point) for point in curve] == [["accuracy", "entropy", "loss"]] * 4
-    for step, adapter in enumerate(("none", "fedtta")):
-        (row,) = (
-            r for r in scores[adapter] if r["selection"] == "best-val" and r["metric"].endswith("original/unseen")
-        )
-        assert 100 * curve[step]["accuracy"] == pytest.approx(row["avg"])
+    title = next(name for name in scores if name != "none")
+    (row,) = (r for r in scores[title] if r["selection"] == "best-val" and r["metric"].endswith("original/unseen"))
+    assert (curve["adapter"], curve["round"], curve["clients"]) == (title, row["round"], 2)
+    assert [sorted(point) for point in curve["points"]] == [["accuracy", "entropy", "loss"]] * 4
+    assert 100 * curve["points"][1]["accuracy"] == pytest.approx(row["avg"])
     assert (tmp_path / "page" / "curve.png").is_file()
     assert EVERY["curve"] in (tmp_path / "page" / "inspect.html").read_text()
-    assert inspect(out, tmp_path / "other", samples=5)["runs"][0]["curve"] == []
+    assert inspect(out, tmp_path / "other", samples=5)["runs"][0]["curve"] is None
+
+
+def test_steps_of_a_run_that_diverged_or_learnt_no_loss(fedavg: Path, tmp_path: Path) -> None:
+    (numbers,) = inspect(fedavg, tmp_path / "plain", samples=5, steps=2)["runs"]
+    assert "no steps are followed: none of its adapters works with a learnt loss" in numbers["notes"]
+    experiment = digits(rounds=1, method=[{"name": "fedtta", "adapters": ["none", "fedtta"]}])
+    (out,) = run(experiment, tmp_path, engine="sequential").folders
+    trees, facts = load(out / "best.safetensors")
+    broken = {name: leaf * float("nan") for name, leaf in trees["server"]["model"].items()}
+    save(out / "best.safetensors", {**trees, "server": {**trees["server"], "model": broken}}, facts)
+    (numbers,) = inspect(out, tmp_path / "page", steps=2)["runs"]
+    assert {point["entropy"] for point in numbers["curve"]["points"]} == {None}

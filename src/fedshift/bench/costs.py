@@ -39,7 +39,7 @@ class Costs:
     flops_step: float | None = None  # of a full batch in the dearest phase of a round
     flops_round: float | None = None  # of all steps of all phases
     flops_end: float | None = None  # of the phases after the last round
-    flops_server: float | None = None  # of an aggregation of all clients
+    flops_server: float | None = None  # of what the server does with a round's messages
     seconds_per_round: float | None = None  # of all clients together
     memory_step: float | None = None  # tensors alive at once in a step
     memory_peak: float | None = None  # on CUDA: the most that torch had allocated in a round, for all clients

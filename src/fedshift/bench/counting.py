@@ -9,7 +9,9 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any, TypeVar
 
@@ -100,22 +102,39 @@ def _with_flops(costs: Costs, federation: Federation, rounds: int, compute: Comp
         flops_server=server,
         memory_step=max((work.memory for _, work in works), default=None),
         steps=steps,
-        notes=("the server's FLOPs are not counted: it looks at numbers",) if unknown else (),
+        notes=("the server's FLOPs could not be counted",) if unknown else (),
     )
 
 
 def _aggregation(federation: Federation, rounds: int, compute: Compute) -> int | None:
-    """FLOPs of the server in the last round; None if it looks at numbers, which tensors without any do not have."""
-    now, server = federation.moment(rounds - 1), _copied(federation.start().server, compute)
-    ups: dict[str, Tree] = {}
-    for arch, clients in federation.by_arch(federation.training.clients).items():
+    """FLOPs of the server in the last round, of as many messages as come up; None if they cannot be counted."""
+    now, come = federation.moment(rounds - 1), federation.participants(rounds - 1)
+    sent: dict[str, Tree] = {}  # by architecture
+    for arch, clients in federation.by_arch(come).items():
         phases = federation.setup.methods[arch].phases(now)
-        up = _local(federation, clients, phases, now, compute).up
-        ups |= {client.name: up for client in clients}
-    try:
-        return tally(lambda: federation.aggregated(server, ups, now))[1].flops
-    except Exception:  # meta tensors refuse in many ways, and a method of the user's may do anything
-        return None
+        sent[arch] = _local(federation, clients, phases, now, compute).up
+    owners = {client.name: arch for arch, clients in federation.by_arch(come).items() for client in clients}
+    for device in (compute.device, torch.device("cpu")):  # a server that looks at numbers gets some
+        there = {arch: _given_numbers(up) if device.type == "cpu" else up for arch, up in sent.items()}
+        ups = {client.name: there[owners[client.name]] for client in come}
+        server = _copied(federation.start().server, Compute(device, compute.dtype))
+        with suppress(Exception):  # meta tensors refuse in many ways, and a method of the user's may do anything
+            return tally(partial(federation.aggregated, server, ups, now))[1].flops
+    return None
+
+
+def _given_numbers(tree: Tree) -> Tree:
+    """The tree on the CPU, with random numbers where there are none."""
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(leaf: Tensor) -> Tensor:
+        if leaf.device.type != "meta":
+            return leaf
+        if not leaf.is_floating_point():
+            return torch.ones_like(leaf, device="cpu")
+        return torch.rand(leaf.shape, dtype=leaf.dtype, generator=generator)
+
+    return map_tree(numbers, tree)
 
 
 def _distinct(method: Method, federation: Federation, rounds: int) -> dict[tuple[Phase, ...], list[int]]:

@@ -127,7 +127,7 @@ class Federation:
         if self.compute.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.compute.device)
         now = self.now(state)
-        clients = self._participants(state.round)
+        clients = self.participants(state.round)
         downs = {c.name: self.setup.method.broadcast(state.server, c.name, now) for c in clients}
         return Begun(now, clients, downs, started)
 
@@ -287,7 +287,8 @@ class Federation:
         for name in (name for name, reply in replies.items() if not reply.finite):
             self._note(f"client {name!r} is scored without its last training steps: their loss or update is not finite")
 
-    def _participants(self, number: int) -> list[Client]:
+    def participants(self, number: int) -> list[Client]:
+        """Who takes part in round ``number`` (from 0)."""
         clients = self.training.clients
         count = max(1, math.floor(self.participation * len(clients) + 0.5))
         if count == len(clients):

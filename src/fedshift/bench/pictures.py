@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -309,7 +309,7 @@ def tsne_picture(folder: Path, path: Path) -> None:
     placed = places(made)
     x, y, label, client = (np.array(placed[key]) for key in ("x", "y", "label", "client"))
     tones = shades(len(made.classes))
-    stand_for = marked([name + (" (unseen)" if name in made.unseen else "") for name in made.clients])
+    stand_for = marked(made.clients, made.unseen)
     markers = {name: MARKERS[k % len(MARKERS)] for k, name in enumerate(dict.fromkeys(stand_for))}
     figure = Figure(figsize=(7.4, 6.2), layout="constrained")
     panel = figure.subplots()
@@ -330,14 +330,18 @@ def tsne_picture(folder: Path, path: Path) -> None:
     _write_json(path, placed)
 
 
-def marked(clients: Sequence[str]) -> list[str]:
+def marked(clients: Sequence[str], unseen: Collection[str] = ()) -> list[str]:
     """What a client's marker stands for: its domain, where several clients share one and are numbered, or itself.
 
-    >>> marked(["pen-0", "pen-1", "font-0"]), marked(["pen", "font"]), marked(["client-0", "client-1"])
-    (['pen', 'pen', 'font'], ['pen', 'font'], ['client-0', 'client-1'])
+    >>> marked(["pen-0", "pen-1", "font-0"], ["pen-1"]), marked(["pen", "font"]), marked(["client-0", "client-1"])
+    (['pen', 'pen (unseen)', 'font'], ['pen', 'font'], ['client-0', 'client-1'])
     """
-    domains = [re.sub(r"-\d+(?= |$)", "", name) for name in clients]
-    return domains if 1 < len(set(domains)) < len(clients) else list(clients)
+    domains = [re.sub(r"-\d+$", "", name) for name in clients]
+    shared = 1 < len(set(domains)) < len(clients)
+    return [
+        (domain if shared else name) + (" (unseen)" if name in unseen else "")
+        for name, domain in zip(clients, domains, strict=True)
+    ]
 
 
 def shades(count: int) -> np.ndarray[Any, Any]:

@@ -200,7 +200,8 @@ class GeneratorMethod(Method):
 
     def told(self, server: Tree) -> Tensors:
         """The generator's mean loss over its steps, each before the step."""
-        return {"generator-loss": server["generator log"]["loss"]}
+        log = server.get("generator log")  # older checkpoints have none
+        return {} if log is None else {"generator-loss": log["loss"]}
 
     def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
         """The generator goes down with the model; who is only going to predict needs none."""

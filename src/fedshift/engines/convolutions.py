@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 FEW_PLACES = 16  # a map of so many has no fast kernel
 SMALL_PATCH = 100  # numbers in a patch that is cheap to write out
+MOST_BYTES = 2 << 30  # of one layer's patches, which training keeps until it goes back
 
 Pair: TypeAlias = tuple[int, int]
 Shape: TypeAlias = tuple[int, int, int, int]  # of a batch of images
@@ -27,22 +28,29 @@ Shape: TypeAlias = tuple[int, int, int, int]  # of a batch of images
 class PatchProducts(TorchFunctionMode):
     """While it lasts, 2d convolutions that are faster as a product of patches and kernels are one.
 
+    ``stack`` is how many clients each call stands for: patches that would take too much memory are not written out.
+
     >>> x, weight = torch.ones(2, 3, 8, 8), torch.ones(4, 3, 5, 5)
     >>> with PatchProducts():
     ...     F.conv2d(x, weight).shape
     torch.Size([2, 4, 4, 4])
     """
 
+    def __init__(self, stack: int = 1) -> None:
+        super().__init__()
+        self._stack = stack
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Every call of torch comes along here; nearly all go on as they are."""
         if func is torch.conv2d or func is F.conv2d:
-            return _convolved(*args, **(kwargs or {}))
+            return _convolved(self._stack, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 def _convolved(
+    stack: int,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -54,7 +62,9 @@ def _convolved(
     """``F.conv2d``, one way or the other."""
     if not isinstance(padding, str) and _pair(dilation) == (1, 1) and groups == 1 and input.dim() == 4:
         strides, pads = _pair(stride), _pair(padding)
-        if pays(input.shape[2:], weight.shape[1:], strides, pads):
+        places = math.prod(_places(input.shape[2:], weight.shape[2:], strides, pads))
+        size = stack * len(input) * places * weight[0].numel() * input.element_size()
+        if size <= MOST_BYTES and pays(input.shape[2:], weight.shape[1:], strides, pads):
             return by_patches(input, weight, bias, strides, pads)
     return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
 
@@ -88,8 +98,9 @@ def _places(map_size: Sequence[int], size: Sequence[int], stride: Pair, padding:
     return tall, wide
 
 
-def _pair(value: int | Pair) -> Pair:
-    return (value, value) if isinstance(value, int) else (value[0], value[1])
+def _pair(value: int | Sequence[int]) -> Pair:
+    """As torch reads it: one number stands for both."""
+    return (value, value) if isinstance(value, int) else (value[0], value[-1])
 
 
 class _Patches(torch.autograd.Function):
@@ -107,6 +118,10 @@ class _Patches(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
         return _joined(slope, ctx.shape, ctx.size, ctx.stride), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return _patches(tangent, ctx.size, ctx.stride)
 
     @staticmethod
     def vmap(
@@ -135,11 +150,15 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Shape, Pair, Pair], output: Tensor) -> None:  # noqa: ARG004
-        ctx.size, ctx.stride = inputs[2], inputs[3]
+        ctx.shape, ctx.size, ctx.stride = inputs[1], inputs[2], inputs[3]
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None]:
         return _patches(slope, ctx.size, ctx.stride), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return _joined(tangent, ctx.shape, ctx.size, ctx.stride)
 
     @staticmethod
     def vmap(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -165,7 +166,8 @@ class Vmapped:
             suited = fitting(phase, method.arch, size)
             order = queues.take(members, rows, size)
             written_out = self._graphs is not None and not self._compiles[method]  # the compiler knows no such products
-            step = _stacked_step(method, suited, queues, common, PatchProducts if written_out else nullcontext)
+            around = partial(PatchProducts, len(rows)) if written_out else nullcontext
+            step = _stacked_step(method, suited, queues, common, around)
             if self._graphs is None or phase.trainable == frozenset():  # a fold is over before a graph would pay
                 group.state = step(group.state, order)
             else:

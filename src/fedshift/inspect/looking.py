@@ -10,20 +10,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fedshift.adapters.fedtta import LearnedAdaptation
-from fedshift.adapters.fedtta import curve as curve_of
 from fedshift.bench.features import Features, Wanted, places, positions_of, stream_of
 from fedshift.bench.federation import Federation, State
 from fedshift.bench.job import Job
 from fedshift.bench.progress import Silent
 from fedshift.core.adapter import Adapter
-from fedshift.core.learned_loss import SLOT
 from fedshift.core.tree import Tree
 from fedshift.data.streams import Setting
 from fedshift.data.task import Client, Samples, Task
 from fedshift.engines.auto import Engine
-from fedshift.engines.work import Compute, pixels, predictions
+from fedshift.engines.work import Compute, predictions
 from fedshift.errors import UserError
+from fedshift.inspect.following import Curve, follow
 from fedshift.inspect.pad import Distances, distances
 from fedshift.inspect.rebuild import state_of
 from fedshift.inspect.risk import average_risk, confusion, local_risk
@@ -91,7 +89,7 @@ class Look:
     confusions: Mapping[str, Tensor]  # of all clients, seen or not
     distances: Distances | None
     telemetry: Mapping[str, Mapping[str, Any]]  # what adapters told, by adapter and metric
-    curve: tuple[Mapping[str, float], ...] = ()  # before and after each step on a learnt loss, means over clients
+    curve: Curve | None = None  # what every step on a learnt loss does
     notes: tuple[str, ...] = ()
 
     @property
@@ -161,19 +159,17 @@ def look(
     parts = tuple(part for part in every if part.client in kept)
     compared = [client.name for client in clients if client.name in kept & counted]
     why = incomparable(parts)
-    strangers = [client for client in clients if client in job.task.unseen]
-    curve: tuple[Mapping[str, float], ...] = ()
-    if wish.steps and all(SLOT in trees[client.name] for client in clients):
+    curve = None
+    if wish.steps:
         doing(f"{job.title}: {wish.steps} steps of adaptation")
-        followed = evenly(strangers or clients, MOST_CLIENTS)
-        curve = adaptation(job.task, followed, plain, trees, wanted.stream, wish.steps, compute)
+        curve = follow(job, federation, wish.select, wish.steps, wanted.stream, MOST_CLIENTS, compute)
+        if curve is None:
+            heard.note("no steps are followed: none of its adapters works with a learnt loss")
     doing(f"{job.title}: distances between {len(parts)} clients")
     found = None if why else distances({part.client: part.features for part in parts}, compared)
     more = [f"{len(parts)} of {len(every)} clients are compared, spread evenly"] if len(parts) < len(every) else []
-    if coarse := [part.client for part in parts if len(part.labels) < COARSE]:
-        more.append(
-            f"{len(coarse)} clients have fewer than {COARSE} test images, and distances that are hardly measured"
-        )
+    if coarse := sum(int(part.confusion.sum()) < COARSE for part in parts):
+        more.append(f"{coarse} clients have fewer than {COARSE} test images, and distances that are hardly measured")
     return Look(
         name=name,
         job=job,
@@ -234,29 +230,6 @@ def outputs(adapter: Adapter, deployed: Tree, samples: Samples, compute: Compute
     features = torch.cat([output.features.flatten(1) for output, _, _ in shown]).float().cpu()
     logits = torch.cat([output.logits for output, _, _ in shown]).cpu()
     return features, logits, torch.cat([labels for _, labels, _ in shown]).cpu()
-
-
-def adaptation(
-    task: Task,
-    clients: Sequence[Client],
-    plain: Mapping[str, Adapter],
-    trees: Mapping[str, Tree],
-    stream: str,
-    steps: int,
-    compute: Compute,
-) -> tuple[Mapping[str, float], ...]:
-    """Learnt loss, entropy and accuracy before and after every step on all of a client's images, means over clients."""
-    curves = []
-    for client in clients:
-        samples, own = task.samples(client, stream), plain[client.name]
-        x = pixels(samples.images, samples.index, compute.dtype).to(compute.device)
-        adapter = LearnedAdaptation(own.arch, own.forward, steps=steps)
-        labels = samples.labels[samples.index].to(compute.device)
-        curves.append(curve_of(adapter, adapter.init(trees[client.name]), x, labels))
-    steps_of_all = zip(*curves, strict=True)
-    return tuple(
-        {key: statistics.fmean(point[key] for point in points) for key in points[0]} for points in steps_of_all
-    )
 
 
 def incomparable(parts: Sequence[Part]) -> str:

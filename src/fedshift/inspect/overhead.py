@@ -87,8 +87,8 @@ class Overhead:
             "extra phases and, once, the work after the last round. Server: R* times what it trains and generates itself "
             "in a round; what it takes to average is not counted.",
             "Up, down, both: all floats a client sends and receives in rounds 1 to R*.",
-            "Memory: the most that tensors alive at once take in any step of a client; on a GPU also the most that torch "
-            "had allocated in a round, for all clients.",
+            "Memory: the most that tensors alive at once take in any step of a client; GPU: the most that torch had "
+            "allocated in a round, for all clients of one seed, where seeds were not trained together.",
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def tsne_picture(looks: Sequence[Look], placed: Sequence[Mapping[str, Any]], pat
     """t-SNE of the features, one panel for each run: the colour is the class, the marker the client or its domain."""
     side = 6.0 if len(looks) == 1 else 4.2
     figure, axes = _panels(len(looks), width=side, height=side)
-    stand_for = [marked([_named(part) for part in look.parts]) for look in looks]
+    stand_for = [marked([part.client for part in look.parts], _strangers(look)) for look in looks]
     names = list(dict.fromkeys(name for own in stand_for for name in own))
     markers = {name: MARKERS[k % len(MARKERS)] for k, name in enumerate(names)}
     for panel, look, place, own_names in zip(axes, looks, placed, stand_for, strict=True):
@@ -130,20 +130,21 @@ def tsne_picture(looks: Sequence[Look], placed: Sequence[Mapping[str, Any]], pat
 
 def curve_picture(looks: Sequence[Look], path: Path) -> None:
     """What adaptation on a learnt loss does, step by step: loss, entropy and accuracy, a line for each run."""
+    drawn = [(look, look.curve) for look in looks if look.curve is not None]
     figure, axes = _panels(3, width=3.6, height=3.0)
     units = {"loss": "learnt loss", "entropy": "entropy, nats", "accuracy": "accuracy, %"}
     for panel, (key, title) in zip(axes, units.items(), strict=True):
-        for number, look in enumerate(looks):
-            values = [point[key] * (100 if key == "accuracy" else 1) for point in look.curve]
-            panel.plot(values, color=PALETTE[number % len(PALETTE)], label=look.name, linewidth=1.6)
+        for number, (look, found) in enumerate(drawn):
+            values = [point[key] * (100 if key == "accuracy" else 1) for point in found.points]
+            label = f"{look.name} with {found.adapter}, round {found.round}, {found.clients} clients"
+            panel.plot(values, color=PALETTE[number % len(PALETTE)], label=label, linewidth=1.6)
         panel.set_title(title, color=INK, fontsize=9)
         panel.set_xlabel("steps", fontsize=8, color=SOFT)
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.tick_params(labelsize=8)
         panel.grid(color=SOFT, alpha=0.25, linewidth=0.6)
         _plain(panel)
-    names = axes[0].get_legend_handles_labels()
-    figure.legend(*names, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     save(figure, path)
 
 
@@ -194,6 +195,10 @@ def _plain(panel: Axes) -> None:
 
 def _short(name: str, most: int = LONG) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
+def _strangers(look: Look) -> set[str]:
+    return {part.client for part in look.parts if part.unseen}
 
 
 def _named(part: Part) -> str:

@@ -69,11 +69,11 @@ def _task(path: Path, experiment: Experiment, seed: int, wanted: Any, data: Pool
     return task
 
 
-def state_of(folder: RunFolder, select: str, device: torch.device) -> State:
-    """The state chosen by validation, or the last one."""
+def state_of(folder: RunFolder, select: str, device: torch.device, adapter: str = "") -> State:
+    """The state chosen by validation (by that of ``adapter``, if it chose for itself), or the last one."""
     if select not in SELECTIONS:
         raise UserError(f"--select must be {' or '.join(SELECTIONS)}, not {select!r}")
     try:
-        return folder.best(device) if select == "best-val" else folder.last(device)
+        return folder.best(device, adapter) if select == "best-val" else folder.last(device)
     except IndexError:
         raise UserError(f"{folder.path} has no saved state any more") from None

@@ -158,7 +158,7 @@ def as_dict(look: Look) -> dict[str, Any]:
         "pad": None if look.distances is None else look.distances.as_dict(),
         "confusion": {name: counts.tolist() for name, counts in look.confusions.items()},
         "telemetry": look.telemetry,
-        "curve": [dict(point) for point in look.curve],
+        "curve": None if look.curve is None else look.curve.as_dict(),
         "notes": list(look.notes),
     }
 

@@ -86,6 +86,7 @@ def join(
     trained = read_run(choose_run(Path(run), method, seed), network)
     chosen = trained.choice(model, adapter)
     trained = replace(trained, welcome=Welcome.load(trained.folder.path, chosen.adapter.title))
+    adapting = trained.adapter(chosen)
     source, title = Path(data), trained.spec.title
     client = name_of(source)
     folder = Path(out) if out is not None else trained.folder.path / "joined" / f"{client}-{chosen.adapter.title}"
@@ -101,7 +102,7 @@ def join(
             raise UserError(
                 f"{title!r} has nothing to give to a client nobody has seen: its clients share no whole model"
             )
-        logits, state = predicted(trained.adapter(chosen), tree, task, welcome.seed, compute)
+        logits, state = predicted(adapting, tree, task, welcome.seed, compute)
     if not logits.isfinite().all():
         raise UserError(f"{title!r} with adapter {chosen.adapter.title!r} gives no finite numbers on {source}")
     chances, codes = logits.double().softmax(1).max(1)
@@ -121,7 +122,7 @@ def join(
         files=(),
         notes=(*images.notes(), *notes),
     )
-    config = described(joined, trained, chosen, source, images)
+    config = described(joined, trained, chosen, adapting, source, images)
     return replace(joined, files=tuple(write(folder, arch, state, config, joined.predictions)))
 
 
@@ -184,11 +185,14 @@ def predicted(adapter: Adapter, tree: Tree, task: Task, seed: int, compute: Comp
     return torch.cat(logits)[client.test.argsort()], state
 
 
-def described(joined: Joined, trained: Trained, chosen: Choice, source: Path, images: Images) -> dict[str, Any]:
+def described(
+    joined: Joined, trained: Trained, chosen: Choice, adapting: Adapter, source: Path, images: Images
+) -> dict[str, Any]:
     """Everything one needs to use the model, or to find out where it came from."""
     spec, experiment, welcome = trained.spec, trained.experiment, trained.welcome
     model, adapter, arch = chosen.model, chosen.adapter, chosen.method.arch
     channels, height, width = welcome.shape
+    settings = {**ADAPTERS[adapter.name].options, **adapter.options()}  # as they are at the round that serves
     options = {key: value for key, value in {**model.options(), **spec.model}.items() if key != "weights"}
     accuracy = {} if joined.accuracy is None else {"accuracy": joined.accuracy}
     return {
@@ -211,7 +215,7 @@ def described(joined: Joined, trained: Trained, chosen: Choice, source: Path, im
         "network": {"name": model.name, **options},
         "method": {"name": spec.name, **({"label": spec.label} if spec.label else {}), **spec.options()},
         "train": {**experiment.train, **spec.train},
-        "adapter": {"name": adapter.name, **ADAPTERS[adapter.name].options, **adapter.options()},
+        "adapter": {"name": adapter.name, **{key: getattr(adapting, key.replace("-", "_")) for key in settings}},
         "origin": {
             "run": str(joined.run.resolve()),
             "seed": joined.seed,

@@ -91,6 +91,10 @@ class FedCiR(StochasticMethod, GeneratorMethod):
             return merged
         return {**merged, "gaussians": self.class_gaussians(merged["generator"], server_seed(draws, "classes"))}
 
+    def told(self, server: Tree) -> Tensors:
+        """Nothing of a generator that nobody trains."""
+        return super().told(server) if self.reg or self.align else {}
+
     def class_gaussians(self, generator: Tensors, seed: int) -> Tensors:
         """Mean and deviation of every class's generated representations; one class at a time, for the memory's sake."""
         like = next(iter(generator.values()))
