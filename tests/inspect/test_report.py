@@ -16,10 +16,11 @@ from matplotlib.lines import Line2D
 from PIL import Image
 
 from fedshift import Experiment, UserError, run
+from fedshift.bench import clouds
+from fedshift.bench.clouds import few
 from fedshift.bench.folder import RunFolder
-from fedshift.bench.pictures import few
 from fedshift.core.tree import load, save
-from fedshift.inspect import inspect, pictures
+from fedshift.inspect import inspect
 from fedshift.inspect.report import READ
 from fedshift.inspect.report import SECTIONS as EVERY
 from tests.bench.test_bad_input import parquet
@@ -232,7 +233,7 @@ def test_markers_are_domains_where_clients_share_them(tmp_path: Path, monkeypatc
         legends.append([f"{name} {handle.get_marker()}" for handle, name in zip(handles, names, strict=True)])
         return few(handles, names)
 
-    monkeypatch.setattr(pictures, "few", spy)
+    monkeypatch.setattr(clouds, "few", spy)
     for clients in (5, 15):
         partition = {"kind": "by-domain", "clients": clients, "inside": "dirichlet", "alpha": 5.0}
         run(digits(rounds=1, partition=partition), tmp_path, engine="sequential")

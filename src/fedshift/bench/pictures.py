@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.projections.polar import PolarAxes
 
+from fedshift.bench.clouds import draw_clouds
 from fedshift.bench.features import Features, places, with_features
 from fedshift.bench.folder import FEATURES
 from fedshift.bench.results import Result, Row, clients_of, number_of, paper_of, short_name
+from fedshift.bench.style import INK, MARKERS, PALETTE, SOFT, STROKES, save
 from fedshift.data.task import Task
 from fedshift.errors import UserError
 
-INK, SOFT = "#1f2430", "#8a90a0"
-PALETTE = ("#2b6cb0", "#dd6b20", "#2f855a", "#b83280", "#718096", "#6b46c1")
-STROKES = ("-", "--", ":", "-.")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "p", "h")
 FEWEST, MOST = 3, 20  # clients a radar needs, and names it writes around itself
 AXES = {  # what some adapters tell, in words
     "e": "e, weight of the global head (0: all personal, 1: all global)",
@@ -301,62 +297,16 @@ def _web(panel: PolarAxes, clients: list[str], angles: np.ndarray[Any, Any], val
 
 
 def tsne_picture(folder: Path, path: Path) -> None:
-    """t-SNE of the features saved with one run: the colour is the class, the marker the client or its domain.
-
-    The coordinates lie beside it as JSON.
-    """
+    """t-SNE of the features saved with one run; the coordinates lie beside it as JSON."""
     made = Features.load(folder / FEATURES)
     placed = places(made)
-    x, y, label, client = (np.array(placed[key]) for key in ("x", "y", "label", "client"))
-    tones = shades(len(made.classes))
-    stand_for = marked(made.clients, made.unseen)
-    markers = {name: MARKERS[k % len(MARKERS)] for k, name in enumerate(dict.fromkeys(stand_for))}
     figure = Figure(figsize=(7.4, 6.2), layout="constrained")
     panel = figure.subplots()
-    for number, name in enumerate(stand_for):
-        own = client == number
-        panel.scatter(x[own], y[own], c=tones[label[own]], marker=markers[name], s=20, alpha=0.8, linewidths=0)
-    classes = [Line2D([], [], color=shade, marker="o", linestyle="") for shade in tones]
-    clients = [Line2D([], [], color=INK, marker=marker, linestyle="") for marker in markers.values()]
-    figure.legend(*few(classes, made.classes), loc="outside right upper", fontsize=9, frameon=False)
-    figure.legend(*few(clients, list(markers)), loc="outside lower center", ncols=5, fontsize=9, frameon=False)
-    panel.set_xticks([])
-    panel.set_yticks([])
-    for spine in panel.spines.values():
-        spine.set_color(SOFT)
+    draw_clouds(figure, [panel], [placed], [made.unseen], size=20)
     moment = f"seed {made.wanted.seed}, round {made.round}, stream {made.wanted.stream}"
     panel.set_title(f"{folder.parent.name}: features by t-SNE ({moment})", color=INK, fontsize=10)
     save(figure, path)
     _write_json(path, placed)
-
-
-def marked(clients: Sequence[str], unseen: Collection[str] = ()) -> list[str]:
-    """What a client's marker stands for: its domain, where several clients share one and are numbered, or itself.
-
-    >>> marked(["pen-0", "pen-1", "font-0"], ["pen-1"]), marked(["pen", "font"]), marked(["client-0", "client-1"])
-    (['pen', 'pen (unseen)', 'font'], ['pen', 'font'], ['client-0', 'client-1'])
-    """
-    domains = [re.sub(r"-\d+$", "", name) for name in clients]
-    shared = 1 < len(set(domains)) < len(clients)
-    return [
-        (domain if shared else name) + (" (unseen)" if name in unseen else "")
-        for name, domain in zip(clients, domains, strict=True)
-    ]
-
-
-def shades(count: int) -> np.ndarray[Any, Any]:
-    """Colours [count, 4] that can be told apart while there are at most twenty."""
-    if count <= 20:
-        return np.array([mpl.colormaps["tab10" if count <= 10 else "tab20"](k) for k in range(count)])
-    return np.asarray(mpl.colormaps["turbo"](np.linspace(0, 1, count)))
-
-
-def few(handles: Sequence[Line2D], names: Sequence[str]) -> tuple[list[Line2D], list[str]]:
-    """Not too many entries of a legend."""
-    more = len(names) - MOST
-    if more <= 0:
-        return list(handles), list(names)
-    return [*handles[:MOST], Line2D([], [], linestyle="")], [*names[:MOST], f"and {more} more"]
 
 
 # ---- by name -------------------------------------------------------------------------------------------------------------
@@ -404,10 +354,3 @@ def _name(row: Row) -> str:
     """Method and adapter, and where in a sweep."""
     pair = row.method + ("" if row.adapter == "none" else f" + {row.adapter}")
     return ", ".join([pair, *(f"{key} = {value}" for key, value in row.point)])
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure, and the folder it goes into."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context({"font.family": "DejaVu Sans"}):
-        figure.savefig(path, dpi=130, metadata={"Software": "fedshift"})

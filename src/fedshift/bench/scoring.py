@@ -69,6 +69,19 @@ def score(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
         save_features(job, federation, {name: tree for trees in own for name, tree in trees.items()}, best.round, say)
 
 
+def adapters_of(scores: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, AdapterSpec]:
+    """The adapters that a run was scored with, by label, ``none`` first.
+
+    >>> list(adapters_of({"a": [{"adapter": "tent", "options": {}}], "none": [{"adapter": "none", "options": {}}]}))
+    ['none', 'a']
+    """
+    first = {title: rows[0] for title, rows in scores.items() if rows}
+    return {
+        title: AdapterSpec(name=row["adapter"], label=title, **row["options"])
+        for title, row in sorted(first.items(), key=lambda item: (item[1]["adapter"] != "none", item[0]))
+    }
+
+
 def _rows(
     job: Job, federation: Federation, spec: AdapterSpec, number: int, offered: Sequence[Served]
 ) -> list[dict[str, Any]]:

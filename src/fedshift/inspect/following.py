@@ -12,7 +12,9 @@ from fedshift.adapters.fedtta import LearnedAdaptation, curve
 from fedshift.bench.experiment import AdapterSpec
 from fedshift.bench.federation import Federation
 from fedshift.bench.job import Job
+from fedshift.bench.scoring import adapters_of
 from fedshift.core.registry import ADAPTERS
+from fedshift.data.task import Client
 from fedshift.engines.work import Compute, pixels
 from fedshift.inspect.rebuild import state_of
 
@@ -41,20 +43,16 @@ def learned(scores: Mapping[str, Sequence[Mapping[str, Any]]]) -> AdapterSpec | 
     >>> found.title
     'one'
     """
-    specs = [
-        AdapterSpec(name=rows[0]["adapter"], label=title, **rows[0]["options"])
-        for title, rows in scores.items()
-        if rows and issubclass(ADAPTERS[rows[0]["adapter"]].make, LearnedAdaptation)
-    ]
+    specs = [s for s in adapters_of(scores).values() if issubclass(ADAPTERS[s.name].make, LearnedAdaptation)]
     return min(specs, key=lambda spec: len(spec.options()), default=None)
 
 
 def follow(
-    job: Job, federation: Federation, select: str, steps: int, stream: str, most: int, compute: Compute
+    job: Job, federation: Federation, clients: Sequence[Client], stream: str, select: str, steps: int, compute: Compute
 ) -> Curve | None:
-    """So many steps with the run's own adapter, from the state that it is scored with; None if it has no such adapter.
+    """So many steps of these clients with the run's own adapter, from the state that it is scored with.
 
-    At all new clients (at all clients, where there are none), not more than ``most`` of them, spread evenly.
+    None if the run was scored with no such adapter.
     """
     spec = learned(job.folder.scores())
     if spec is None:
@@ -63,11 +61,8 @@ def follow(
     settled = federation.settled(state)
     trees = {**federation.deployed(state, settled), **federation.newcomers(state, settled)}
     adapters = job.setup.adapters(spec, federation.now(state))
-    everyone = [client for client in (*job.task.unseen, *job.task.clients) if len(job.task.samples(client, stream))]
-    clients = [client for client in everyone if client in job.task.unseen] or everyone
-    chosen = clients if len(clients) <= most else [clients[k * len(clients) // most] for k in range(most)]
     curves = []
-    for arch, members in federation.by_arch(chosen).items():
+    for arch, members in federation.by_arch(clients).items():
         adapter = adapters[arch]
         assert isinstance(adapter, LearnedAdaptation)
         for client in members:
@@ -77,4 +72,4 @@ def follow(
             patient = replace(adapter, steps=steps)
             curves.append(curve(patient, patient.init(trees[client.name]), x, labels))
     means = tuple({key: statistics.fmean(p[key] for p in at) for key in at[0]} for at in zip(*curves, strict=True))
-    return Curve(spec.title, state.round, len(chosen), means)
+    return Curve(spec.title, state.round, len(clients), means)

@@ -162,7 +162,9 @@ def look(
     curve = None
     if wish.steps:
         doing(f"{job.title}: {wish.steps} steps of adaptation")
-        curve = follow(job, federation, wish.select, wish.steps, wanted.stream, MOST_CLIENTS, compute)
+        strangers = [client for client in clients if client in job.task.unseen]
+        followed = evenly(strangers or clients, MOST_CLIENTS)
+        curve = follow(job, federation, followed, wanted.stream, wish.select, wish.steps, compute)
         if curve is None:
             heard.note("no steps are followed: none of its adapters works with a learnt loss")
     doing(f"{job.title}: distances between {len(parts)} clients")

@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from fedshift.bench.pictures import INK, MARKERS, PALETTE, SOFT, few, marked, save, shades
+from fedshift.bench.clouds import draw_clouds
+from fedshift.bench.style import INK, PALETTE, SOFT, save
 from fedshift.inspect.looking import Look, Part, evenly
 
 WRITTEN = 12  # clients, up to which numbers are written into a map, and classes, up to which they are named
@@ -101,30 +101,13 @@ def confusion_picture(looks: Sequence[Look], path: Path) -> None:
 
 
 def tsne_picture(looks: Sequence[Look], placed: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """t-SNE of the features, one panel for each run: the colour is the class, the marker the client or its domain."""
+    """t-SNE of the features, one panel for each run."""
     side = 6.0 if len(looks) == 1 else 4.2
     figure, axes = _panels(len(looks), width=side, height=side)
-    stand_for = [marked([part.client for part in look.parts], _strangers(look)) for look in looks]
-    names = list(dict.fromkeys(name for own in stand_for for name in own))
-    markers = {name: MARKERS[k % len(MARKERS)] for k, name in enumerate(names)}
-    for panel, look, place, own_names in zip(axes, looks, placed, stand_for, strict=True):
-        x, y, label, client = (np.array(place[key]) for key in ("x", "y", "label", "client"))
-        colours = shades(len(place["classes"]))
-        for number in range(len(place["clients"])):
-            own = client == number
-            marker = markers[own_names[number]]
-            panel.scatter(x[own], y[own], c=colours[label[own]], marker=marker, s=14, alpha=0.8, linewidths=0)
-        panel.set_xticks([])
-        panel.set_yticks([])
+    strangers = [{part.client for part in look.parts if part.unseen} for look in looks]
+    draw_clouds(figure, axes, placed, strangers, size=14)
+    for panel, look in zip(axes, looks, strict=True):
         panel.set_title(look.name, color=INK, fontsize=10)
-        for spine in panel.spines.values():
-            spine.set_color(SOFT)
-    first = placed[0]
-    classes = [Line2D([], [], color=shade, marker="o", linestyle="") for shade in shades(len(first["classes"]))]
-    clients = [Line2D([], [], color=INK, marker=marker, linestyle="") for marker in markers.values()]
-    figure.legend(*few(classes, first["classes"]), loc="outside right upper", fontsize=9, frameon=False)
-    columns = max(1, int(figure.get_figwidth() / (0.55 + 0.085 * max(map(len, names)))))
-    figure.legend(*few(clients, names), loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
     save(figure, path)
 
 
@@ -195,10 +178,6 @@ def _plain(panel: Axes) -> None:
 
 def _short(name: str, most: int = LONG) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}…"
-
-
-def _strangers(look: Look) -> set[str]:
-    return {part.client for part in look.parts if part.unseen}
 
 
 def _named(part: Part) -> str:

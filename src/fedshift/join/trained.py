@@ -13,6 +13,7 @@ from fedshift.bench.collect import find_runs
 from fedshift.bench.experiment import AdapterSpec, Experiment, MethodSpec, ModelSpec
 from fedshift.bench.folder import RunFolder
 from fedshift.bench.identity import check_code, experiment_of, read_config, title_of
+from fedshift.bench.scoring import adapters_of
 from fedshift.bench.setup import Network, Setup, make_setup
 from fedshift.bench.welcome import Welcome, entries_of
 from fedshift.core.adapter import Adapter
@@ -66,11 +67,7 @@ class Trained:
     @property
     def scored(self) -> dict[str, AdapterSpec]:
         """The adapters the run was scored with, by label."""
-        first = {title: rows[0] for title, rows in self.folder.scores().items() if rows}
-        return {
-            title: AdapterSpec(name=row["adapter"], label=title, **row["options"])
-            for title, row in sorted(first.items(), key=lambda item: (item[1]["adapter"] != "none", item[0]))
-        }
+        return adapters_of(self.folder.scores())
 
 
 def read_run(path: Path, network: Network | None = None) -> Trained:
