@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor, autograd, nn
 from torch.func import vmap
 from torch.nn.functional import cross_entropy
 
@@ -93,6 +93,24 @@ def test_roles(name: str, options: dict[str, Any], shape: tuple[int, int, int]) 
     one, other = arch.init(0), arch.init(0)
     assert all(torch.equal(one[n], other[n]) for n in one)
     assert any(not torch.equal(one[n], leaf) for n, leaf in arch.init(1).items())
+
+
+@pytest.mark.parametrize("name", ["lenet", "cnn"])
+def test_the_maximum_before_relu_is_the_papers_network_to_the_last_bit(name: str) -> None:
+    ours = build(name, {"width": 4, "hidden": 16}, (3, 20, 20), 7)
+    layers = list(ours.body)
+    swaps = [at for at, layer in enumerate(layers) if isinstance(layer, nn.MaxPool2d)]
+    for at in swaps:
+        layers[at], layers[at + 1] = layers[at + 1], layers[at]
+    published = nn.Sequential(*layers, ours.head)
+    assert len(swaps) == 2
+    assert all(isinstance(published[at], nn.ReLU) for at in swaps)
+    images = torch.randn(5, 3, 20, 20, generator=torch.Generator().manual_seed(0))
+    answers = [
+        (logits, *autograd.grad(logits.square().sum(), ours.parameters()))
+        for logits in (ours(images), published(images))
+    ]
+    assert all(torch.equal(one, other) for one, other in zip(*answers, strict=True))
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])

@@ -43,7 +43,7 @@ class CNN:
         for before, after in ((channels, self.width), (self.width, 2 * self.width)):
             layers.append(nn.Conv2d(before, after, 5, padding=padding, bias=self.bias and not self.norm))
             layers += [nn.BatchNorm2d(after)] if self.norm else []
-            layers += [nn.ReLU(), nn.MaxPool2d(2)]
+            layers += [nn.MaxPool2d(2), nn.ReLU()]  # the maximum first: the same numbers, a quarter of the ReLUs
             height, width = ((side + 2 * padding - 4) // 2 for side in (height, width))
         layers += [nn.Flatten(), nn.Linear(2 * self.width * height * width, self.hidden, bias=self.bias), nn.ReLU()]
         network = Headed(nn.Sequential(*layers), self.hidden, classes, self.bias)
