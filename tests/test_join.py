@@ -217,8 +217,29 @@ def test_the_round_is_the_one_chosen_by_validation(world: World, tmp_path: Path)
     assert sum(map(str.__eq__, labels(joined), world.truth)) == scored(folder, "none")[1]
 
 
+def test_an_adapter_joins_at_the_round_that_was_best_after_its_own_adaptation(world: World, tmp_path: Path) -> None:
+    method = {"name": "fedtta", "inner-lr": 0.5, "loss-lr": 0.1, "adapters": ["none", "fedtta"]}
+    chosen = experiment(
+        rounds=6,
+        method=[method],
+        name="own",
+        evaluate={"every": 1, "adapted": True},
+        train={"lr": 0.5, "batch-size": 16},
+    )
+    (folder,) = fedshift.run(chosen, tmp_path, engine="sequential").folders
+    found = {title: lines[0]["round"] for title, lines in RunFolder(folder).scores().items()
+             for lines in [[line for line in lines if line["selection"] == "best-val"]]}  # fmt: skip
+    assert found["none"] != found["fedtta"]
+    for title, best in found.items():
+        joined = join(folder, world.flat, title)
+        assert (joined.adapter, joined.round) == (title, best)
+        assert sum(map(str.__eq__, labels(joined), world.truth)) == scored(folder, title)[1]
+    unasked = join(folder, world.flat, out=tmp_path / "unasked")
+    assert (unasked.adapter, unasked.round) == ("fedtta", found["fedtta"])
+
+
 def test_newcomers_of_a_mixed_run_choose_their_network(world: World, tmp_path: Path) -> None:
-    models = [{"name": "mlp", "hidden": [6]}, {"name": "mlp", "hidden": [9]}]
+    models = [{"name": "mlp", "hidden": [6]}, {"name": "mlp", "label": "big", "hidden": [9]}]
     mixed = experiment(
         model=models, split={"unseen": ["pen", STRANGER], "public": 0.1}, method=[{"name": "fedmd"}], name="mixed"
     )
@@ -226,7 +247,7 @@ def test_newcomers_of_a_mixed_run_choose_their_network(world: World, tmp_path: P
     task = make_task(mixed, 0)
     names = [client.name for client in task.unseen]
     assert set(names) == {"pen", STRANGER}
-    for name, network in zip(names, ("mlp", "mlp-1"), strict=True):
+    for name, network in zip(names, ("mlp", "big"), strict=True):
         source = tmp_path / name
         source.mkdir()
         index = task.streams["original"].index[name]
@@ -237,9 +258,9 @@ def test_newcomers_of_a_mixed_run_choose_their_network(world: World, tmp_path: P
                   if row["selection"] == "best-val" and row["metric"].endswith("/original/unseen"))  # fmt: skip
         truth = [task.classes[i] for i in task.labels[index].tolist()]
         assert row["by-client"][name][:2] == [len(truth), sum(map(str.__eq__, labels(joined), truth))]
-        assert load(joined.files[0].parent).method.arch.feature_size == {"mlp": 6, "mlp-1": 9}[network]
-    assert joined.networks == ("mlp", "mlp-1")
-    assert refused(folder, source, model="cnn", out=tmp_path / "x").endswith("it has: mlp, mlp-1")
+        assert load(joined.files[0].parent).method.arch.feature_size == {"mlp": 6, "big": 9}[network]
+    assert joined.networks == ("mlp", "big")
+    assert refused(folder, source, model="cnn", out=tmp_path / "x").endswith("it has: mlp, big")
 
 
 def test_a_run_needs_neither_its_data_nor_its_clients(world: World, a_few: Path, tmp_path: Path) -> None:

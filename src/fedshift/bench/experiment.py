@@ -85,9 +85,31 @@ class StreamSpec(Named):
 
 
 class ModelSpec(Named):
-    """``[model]``: the network."""
+    """``[model]``: the network.
+
+    Of several, each may have a ``label``, which ``join --model`` knows it by.
+
+    >>> small = ModelSpec(name="lenet", width=16, label="small")
+    >>> small.label, small.options()
+    ('small', {'width': 16})
+    """
 
     name: str = "cnn"
+
+    # among the options, so that networks without one are written down as they always were
+    @property
+    def label(self) -> str:
+        """What it is called, if not by its name."""
+        return str((self.model_extra or {}).get("label", ""))
+
+    def options(self) -> dict[str, Any]:
+        """The other keys, kebab-case."""
+        return {key: value for key, value in super().options().items() if key != "label"}
+
+    @model_validator(mode="after")
+    def _named(self) -> ModelSpec:
+        _folder_name(self.label)
+        return self
 
 
 class AdapterSpec(Named):
@@ -213,7 +235,12 @@ class Experiment(Table):
 
     @model_validator(mode="after")
     def _distinct(self) -> Experiment:
-        for what, names in (("streams", [s.name for s in self.stream]), ("methods", [m.title for m in self.method])):
+        called = {
+            "streams": [stream.name for stream in self.stream],
+            "methods": [method.title for method in self.method],
+            "networks": [model.label for model in self.models if model.label],
+        }
+        for what, names in called.items():
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 raise ValueError(f"two {what} are called {twice[0]!r}; give one of them another label")

@@ -135,7 +135,8 @@ def make_setup(experiment: Experiment, spec: MethodSpec, task: Task, network: Ne
         arch = cls.build(backbone, typed)
         made = with_options(cls, f"method {spec.name!r}", spec.options(), arch=arch, train=train)
         check_method(spec.name, made)
-        methods[arch.name if arch.name not in methods else f"{arch.name}-{len(methods)}"] = made
+        name = model.label or arch.name
+        methods[name if name not in methods else f"{name}-{len(methods)}"] = made
     setup = Setup(spec, methods, train)
     for adapter in spec.adapters:
         for method in methods.values():
