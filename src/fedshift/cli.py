@@ -152,14 +152,16 @@ def inspect(
 ) -> None:
     """What was learnt: distances between clients, local risks, confusions, t-SNE; a table, a page, pictures and JSON."""
     from fedshift.inspect.report import inspect as look_into
-    from fedshift.inspect.report import summary_table
+    from fedshift.inspect.report import steps_table, summary_table
 
     console = _console()
     with console.status("reading runs") as status:
         found = look_into(
             path, out, samples=samples, select=select, model=model, steps=steps, device=device, doing=status.update
         )
-    console.print(summary_table(found["methods"]))
+    for table in (summary_table(found["methods"]), steps_table(found["runs"])):
+        if table is not None:
+            console.print(table)
     for note in dict.fromkeys(f"{entry['name']}: {note}" for entry in found["runs"] for note in entry["notes"]):
         console.print(f"- {_escaped(note)}", highlight=False)
     folder = out or path / "inspect"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from matplotlib.lines import Line2D
 from PIL import Image
+from rich.table import Table
 
 from fedshift import Experiment, UserError, run
 from fedshift.bench import clouds
@@ -21,7 +22,7 @@ from fedshift.bench.clouds import few
 from fedshift.bench.folder import RunFolder
 from fedshift.core.tree import load, save
 from fedshift.inspect import inspect
-from fedshift.inspect.report import READ
+from fedshift.inspect.report import READ, steps_table
 from fedshift.inspect.report import SECTIONS as EVERY
 from tests.bench.test_bad_input import parquet
 from tests.bench.test_features import error_of
@@ -244,6 +245,12 @@ def test_markers_are_domains_where_clients_share_them(tmp_path: Path, monkeypatc
     assert not any("-" in line for line in markers)
 
 
+def _cells(table: Table | None) -> list[str]:
+    """The only row of a table."""
+    assert table is not None
+    return [str(next(iter(column.cells))) for column in table.columns]
+
+
 @pytest.mark.parametrize("adapted", [False, True])
 def test_adaptation_is_followed_step_by_step(adapted: bool, tmp_path: Path) -> None:
     """With the settings and from the state that the run's own row has."""
@@ -262,7 +269,13 @@ def test_adaptation_is_followed_step_by_step(adapted: bool, tmp_path: Path) -> N
     assert 100 * curve["points"][1]["accuracy"] == pytest.approx(row["avg"])
     assert (tmp_path / "page" / "curve.png").is_file()
     assert EVERY["curve"] in (tmp_path / "page" / "inspect.html").read_text()
-    assert inspect(out, tmp_path / "other", samples=5)["runs"][0]["curve"] is None
+    sure = min((1, 2, 3), key=lambda step: curve["points"][step]["entropy"])
+    cells = [f"{100 * curve['points'][step]['accuracy']:.1f}" for step in (0, 1, sure, 3)]
+    cells[2] += f" ({sure})"
+    assert _cells(steps_table([numbers])) == [f"fedtta, {title}, seed 0", str(row["round"]), *cells]
+    plain = inspect(out, tmp_path / "other", samples=5)["runs"]
+    assert plain[0]["curve"] is None
+    assert steps_table(plain) is None
 
 
 def test_steps_of_a_run_that_diverged_or_learnt_no_loss(fedavg: Path, tmp_path: Path) -> None:
@@ -275,3 +288,4 @@ def test_steps_of_a_run_that_diverged_or_learnt_no_loss(fedavg: Path, tmp_path: 
     save(out / "best.safetensors", {**trees, "server": {**trees["server"], "model": broken}}, facts)
     (numbers,) = inspect(out, tmp_path / "page", steps=2)["runs"]
     assert {point["entropy"] for point in numbers["curve"]["points"]} == {None}
+    assert _cells(steps_table([numbers]))[-2] == "-"

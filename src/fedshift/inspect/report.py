@@ -194,6 +194,30 @@ def summary_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def steps_table(runs: Sequence[Mapping[str, Any]]) -> Table | None:
+    """What adaptation did to the accuracy, for a terminal; None where none was followed."""
+    followed = [(entry, entry["curve"]) for entry in runs if entry["curve"] is not None]
+    if not followed:
+        return None
+    last = max(len(curve["points"]) for _, curve in followed) - 1
+    caption = "Means over clients. Surest: after the step with the least entropy, which needs no labels to be found."
+    table = Table(title="Adaptation on the learnt loss", title_justify="left", caption=caption, caption_justify="left")
+    table.add_column("run", overflow="fold")
+    for head in ("round", "accuracy %\nbefore", "after\n1 step", "surest\n(step)", f"after\n{last}"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for entry, curve in followed:
+        points = curve["points"]
+        known = [step for step in range(1, len(points)) if points[step]["entropy"] is not None]
+        surest = min(known, key=lambda step: points[step]["entropy"], default=None)
+        shown = [f"{100 * points[step]['accuracy']:.1f}" for step in (0, 1, surest, -1) if step is not None]
+        if surest is None:  # it has diverged
+            shown.insert(2, "-")
+        else:
+            shown[2] += f" ({surest})"
+        table.add_row(f"{entry['name']}, {curve['adapter']}, seed {entry['seed']}", str(curve["round"]), *shown)
+    return table
+
+
 def _text(number: Mapping[str, float] | None, digits: int) -> str:
     if number is None:
         return "-"
