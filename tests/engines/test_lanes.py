@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from fedshift.core import rng
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch
+from fedshift.core.learned_loss import SLOT, fresh
 from fedshift.core.registry import ADAPTERS
 from fedshift.core.tree import Tree
 from fedshift.data.streams import Setting, Stream
@@ -21,7 +23,7 @@ from fedshift.engines import lanes
 from fedshift.engines.lanes import LONGEST, Lane, evaluate_lanes, suited
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
-from fedshift.engines.work import Compute, Density, Score
+from fedshift.engines.work import Compute, Density, Score, pixels
 from fedshift.methods.fedavg import FedAvg
 from tests.conftest import tiny_arch, tiny_train
 
@@ -173,6 +175,26 @@ def test_a_stream_that_goes_on_from_the_one_before_goes_on_in_every_engine(case:
     alone = Sequential(DOUBLE).evaluate(adapter, deployed, task, ["on"], seed=3)
     assert abs(alone["client-2", "on"].loss - reference["client-2", "on"].loss) > 1e-6  # it does matter
     check(reference, Vmapped(DOUBLE).evaluate(adapter, deployed, task, list(settings), seed=3))
+
+
+def test_an_adapter_that_fits_first_goes_on_from_the_stream_before_too() -> None:
+    settings = {"first": Setting("stored"), "on": Setting("stored", "never")}
+    arch, task = ARCHS["plain"], ragged(settings, (20, 0, 35))
+    learned = fresh(torch.ones(1).double(), CLASSES)
+    deployed = {name: {**tree, SLOT: learned} for name, tree in serving(arch, task).items()}
+    adapter = on(arch, "fedtta", lr=0.5)
+    reference = Sequential(DOUBLE).evaluate(adapter, deployed, task, list(settings), seed=3)
+    check(reference, Vmapped(DOUBLE).evaluate(adapter, deployed, task, list(settings), seed=3))
+    state = adapter.init(deployed["client-2"])
+    for part in settings:
+        samples = task.samples(task.client("client-2"), part)
+        x = pixels(samples.images, samples.index, torch.double)
+        state = adapter.fit(state, x, {})
+    logits = adapter.predict(state, x, {})[0].logits
+    expected = float(cross_entropy(logits, samples.labels[samples.index], reduction="sum"))
+    assert reference["client-2", "on"].loss == pytest.approx(expected)
+    alone = Sequential(DOUBLE).evaluate(adapter, deployed, task, ["on"], seed=3)
+    assert abs(alone["client-2", "on"].loss - expected) > 1e-6
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 8}, {}])
