@@ -108,6 +108,10 @@ MISTAKES = {
     "split": (["-c", "split.train=0.9"], "train + val + test must be 1"),
     "severity": (["-c", "stream.corrupted.severity=6"], "severity must be 1 to 5"),
     "unseen": (["-c", 'split.unseen=["nobody"]'], "nobody"),
+    "two networks of one label": (
+        ["-c", 'model=[{{name="mlp", label="a"}}, {{name="cnn", label="a"}}]'], "two networks are called 'a'",
+    ),
+    "a label that is no name": (["-c", 'model=[{{name="mlp", label="a/b"}}]'], "'a/b' cannot name a folder"),
 }  # fmt: skip
 
 

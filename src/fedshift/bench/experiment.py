@@ -106,11 +106,6 @@ class ModelSpec(Named):
         """The other keys, kebab-case."""
         return {key: value for key, value in super().options().items() if key != "label"}
 
-    @model_validator(mode="after")
-    def _named(self) -> ModelSpec:
-        _folder_name(self.label)
-        return self
-
 
 class AdapterSpec(Named):
     """An entry of a method's ``adapters``: a name, or a table with options.
@@ -240,6 +235,8 @@ class Experiment(Table):
             "methods": [method.title for method in self.method],
             "networks": [model.label for model in self.models if model.label],
         }
+        for label in called["networks"]:
+            _folder_name(label)
         for what, names in called.items():
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:

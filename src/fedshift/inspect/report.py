@@ -207,14 +207,13 @@ def steps_table(runs: Sequence[Mapping[str, Any]]) -> Table | None:
         table.add_column(head, justify="right", no_wrap=True)
     for entry, curve in followed:
         points = curve["points"]
-        known = [step for step in range(1, len(points)) if points[step]["entropy"] is not None]
-        surest = min(known, key=lambda step: points[step]["entropy"], default=None)
-        shown = [f"{100 * points[step]['accuracy']:.1f}" for step in (0, 1, surest, -1) if step is not None]
-        if surest is None:  # it has diverged
-            shown.insert(2, "-")
-        else:
-            shown[2] += f" ({surest})"
-        table.add_row(f"{entry['name']}, {curve['adapter']}, seed {entry['seed']}", str(curve["round"]), *shown)
+        reached = [f"{100 * point['accuracy']:.1f}" for point in points]
+        entropies = {step: points[step]["entropy"] for step in range(1, len(points))}
+        known = [step for step, entropy in entropies.items() if entropy is not None]  # none where it diverged
+        surest = min(known, key=entropies.__getitem__, default=0)
+        name = f"{entry['name']}, {curve['adapter']}, seed {entry['seed']}"
+        sure = f"{reached[surest]} ({surest})" if surest else "-"
+        table.add_row(name, str(curve["round"]), reached[0], reached[1], sure, reached[-1])
     return table
 
 
