@@ -1,9 +1,10 @@
-"""Convolutions of stacked clients: one with groups, or a product of patches and kernels. Needs a GPU.
+"""Convolutions of stacked clients: one with groups, a product of patches and kernels, or kernels of our own. Needs a GPU.
 
     python benchmarks/convolutions.py
 
-A row for each layer: milliseconds of a forward and backward pass of all clients (graphs replayed, float32 with TF32), both
-ways, and which one `fedshift.engines.convolutions` takes. First layers get no gradient of their input, as in training.
+A row for each layer: milliseconds of a forward and backward pass of all clients (graphs replayed, float32 with TF32), all
+ways, how many times faster than groups the one is that `fedshift.engines.convolutions` takes, and which that is. First
+layers get no gradient of their input, as in training.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, vmap
 
-from fedshift.engines import convolutions
+from fedshift.engines import convolutions, trilinear
+from fedshift.engines.convolutions import implicit_pays
 from fedshift.engines.steady import steady
 
 
@@ -82,17 +84,25 @@ def slopes(layer: Layer, convolution: Callable[[Tensor, Tensor, Tensor], Tensor]
     return lambda: stacked(x, weight, bias)
 
 
+def taken(layer: Layer) -> str:
+    """The way that `fedshift.engines.convolutions` chooses."""
+    kernel, stride = (layer.channels, layer.size, layer.size), (layer.stride, layer.stride)
+    places = ((layer.side + 2 * layer.padding - layer.size) // layer.stride + 1) ** 2
+    device = torch.device("cuda")
+    ours = convolutions.has_implicit(device, torch.float32) and implicit_pays((layer.kernels, *kernel), stride)
+    return "patches" if convolutions.patches_pay(places, kernel, ours) else "implicit" if ours else "groups"
+
+
 def main() -> None:
-    print(f"{'layer':<26}{'groups':>9}{'product':>9}{'ratio':>7}  taken")
+    ways = {"groups": F.conv2d, "patches": convolutions.by_patches, "implicit": trilinear.convolution}
+    print(f"{'layer':<26}" + "".join(f"{name:>10}" for name in ways) + f"{'ratio':>7}  taken")
     for layer in LAYERS:
-        stride, padding = (layer.stride, layer.stride), (layer.padding, layer.padding)
-        grouped = partial(F.conv2d, stride=stride, padding=padding)
-        product = partial(convolutions.by_patches, stride=stride, padding=padding)
+        geometry = {"stride": (layer.stride, layer.stride), "padding": (layer.padding, layer.padding)}
         with steady(fast=True):
-            there, here = (milliseconds(slopes(layer, way)) for way in (grouped, product))
-        side = (layer.side, layer.side)
-        pays = convolutions.pays(side, (layer.channels, layer.size, layer.size), stride, padding)
-        print(f"{layer.name:<26}{there:9.2f}{here:9.2f}{there / here:7.1f}  {'product' if pays else 'groups'}")
+            times = {name: milliseconds(slopes(layer, partial(way, **geometry))) for name, way in ways.items()}
+            chosen = taken(layer)
+        cells = "".join(f"{time:10.3f}" for time in times.values())
+        print(f"{layer.name:<26}{cells}{times['groups'] / times[chosen]:7.1f}  {chosen}")
 
 
 if __name__ == "__main__":

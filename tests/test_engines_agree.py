@@ -25,7 +25,7 @@ from fedshift.core.pairs import missing_for_method
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tree
 from fedshift.engines.auto import Engine
-from fedshift.engines.convolutions import PatchProducts
+from fedshift.engines.convolutions import StackedConvolutions
 from fedshift.engines.parallel import Parallel
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
@@ -132,7 +132,7 @@ def test_convolutions_as_products_change_nothing(name: str, norm: bool) -> None:
         return
     here = Compute(dtype=torch.float64)
     reference = federate(method, Sequential(here), here, 2)
-    with PatchProducts():  # which the engine does on a GPU only
+    with StackedConvolutions():  # which the engine does on a GPU only
         check_equal(reference, federate(method, Vmapped(here), here, 2), 1e-9)
 
 

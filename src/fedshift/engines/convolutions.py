@@ -1,9 +1,12 @@
-"""Convolutions of stacked clients as products of matrices, where that is faster.
+"""Convolutions of stacked clients, each the way that is fastest.
 
 ``vmap`` makes one convolution with K groups of the convolutions of K clients. cuDNN is good at those, but not where a group
-has few input channels, nor on maps of a few places, for which it has no kernel on tensor cores. There the patches of the
-images are written out, one row for each place, and multiplied with every client's kernels at once.
-``benchmarks/convolutions.py`` measures both ways.
+has few input channels, nor on maps of a few places, for which it has no kernel on tensor cores. Two other ways:
+
+- Patches: those of the images are written out, one row for each place, and multiplied with every client's kernels at once.
+- Implicit: kernels of our own read the patches where they lie (``implicit.py``), for ``precision = "fast"``.
+
+``benchmarks/convolutions.py`` measures all of them.
 """
 
 from __future__ import annotations
@@ -17,21 +20,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fedshift.engines import trilinear
+
 FEW_PLACES = 16  # a map of so many has no fast kernel
 SMALL_PATCH = 100  # numbers in a patch that is cheap to write out
 MOST_BYTES = 2 << 30  # of one layer's patches, which training keeps until it goes back
+CHANNELS = 32  # kernels of our own like channels in multiples of this
+FIRST_PATCH = 150  # numbers in a patch of a first layer, whose images have few channels, up to which they are faster
 
 Pair: TypeAlias = tuple[int, int]
 Shape: TypeAlias = tuple[int, int, int, int]  # of a batch of images
 
 
-class PatchProducts(TorchFunctionMode):
-    """While it lasts, 2d convolutions that are faster as a product of patches and kernels are one.
+class StackedConvolutions(TorchFunctionMode):
+    """While it lasts, 2d convolutions go the way that is fastest for stacked clients.
 
     ``stack`` is how many clients each call stands for: patches that would take too much memory are not written out.
 
     >>> x, weight = torch.ones(2, 3, 8, 8), torch.ones(4, 3, 5, 5)
-    >>> with PatchProducts():
+    >>> with StackedConvolutions():
     ...     F.conv2d(x, weight).shape
     torch.Size([2, 4, 4, 4])
     """
@@ -49,6 +56,12 @@ class PatchProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def has_implicit(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels of our own can be used: they multiply as TF32, which has to be allowed."""
+    allowed = torch.backends.cudnn.allow_tf32
+    return device.type == "cuda" and dtype == torch.float32 and allowed and trilinear.has_kernels()
+
+
 def _convolved(
     stack: int,
     input: Tensor,
@@ -59,24 +72,42 @@ def _convolved(
     dilation: int | Pair = 1,
     groups: int = 1,
 ) -> Tensor:
-    """``F.conv2d``, one way or the other."""
-    if not isinstance(padding, str) and _pair(dilation) == (1, 1) and groups == 1 and input.dim() == 4:
-        strides, pads = _pair(stride), _pair(padding)
-        places = math.prod(_places(input.shape[2:], weight.shape[2:], strides, pads))
-        size = stack * len(input) * places * weight[0].numel() * input.element_size()
-        if size <= MOST_BYTES and pays(input.shape[2:], weight.shape[1:], strides, pads):
-            return by_patches(input, weight, bias, strides, pads)
-    return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
+    """``F.conv2d``, one way or another."""
+    if isinstance(padding, str) or _pair(dilation) != (1, 1) or groups != 1 or input.dim() != 4:
+        return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
+    strides, pads = _pair(stride), _pair(padding)
+    places = math.prod(_places(input.shape[2:], weight.shape[2:], strides, pads))
+    size = stack * len(input) * places * weight[0].numel() * input.element_size()
+    implicit = has_implicit(input.device, input.dtype) and implicit_pays(weight.shape, strides)
+    if size <= MOST_BYTES and patches_pay(places, weight.shape[1:], implicit):
+        return by_patches(input, weight, bias, strides, pads)
+    if implicit:
+        return trilinear.convolution(input, weight, bias, strides, pads)
+    return F.conv2d(input, weight, bias, strides, pads)
 
 
-def pays(image: Sequence[int], kernel: Sequence[int], stride: Pair, padding: Pair) -> bool:
-    """Whether a product is faster for images of this height and width and kernels of these channels, height and width.
+def patches_pay(places: int, kernel: Sequence[int], implicit: bool) -> bool:
+    """Whether to write out patches for a map of so many places and kernels of these channels, height and width.
 
-    >>> pays((32, 32), (3, 5, 5), (1, 1), (2, 2)), pays((16, 16), (32, 5, 5), (1, 1), (2, 2))
-    (True, False)
+    ``implicit`` says whether kernels of our own would do it otherwise.
+
+    >>> patches_pay(1024, (3, 5, 5), False), patches_pay(1024, (3, 5, 5), True), patches_pay(256, (32, 5, 5), False)
+    (True, False, False)
     """
-    tall, wide = _places(image, kernel[1:], stride, padding)
-    return tall * wide <= FEW_PLACES or math.prod(kernel) <= SMALL_PATCH
+    return places <= FEW_PLACES or (math.prod(kernel) <= SMALL_PATCH and not implicit)
+
+
+def implicit_pays(kernels: Sequence[int], stride: Pair) -> bool:
+    """Whether kernels of our own are faster for convolutions with kernels of this shape, (D, C, R, S).
+
+    >>> implicit_pays((64, 32, 5, 5), (1, 1)), implicit_pays((32, 1, 5, 5), (1, 1)), implicit_pays((64, 32, 1, 1), (1, 1))
+    (True, True, False)
+    """
+    out, channels, tall, wide = kernels
+    first = channels < CHANNELS and channels * tall * wide <= FIRST_PATCH
+    # on the way back a stride means zeros between answers, which cost as much as answers
+    later = channels % CHANNELS == 0 and stride == (1, 1) and tall * wide > 1
+    return out % CHANNELS == 0 and (first or later)
 
 
 def by_patches(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:

@@ -25,7 +25,7 @@ from fedshift.core.method import Method, Phase
 from fedshift.core.schedule import Plan, draw, fitting, seeds_for
 from fedshift.core.tree import Tree, map_tree, shapes, stack, to, unstack
 from fedshift.data.task import Client, Task
-from fedshift.engines.convolutions import PatchProducts
+from fedshift.engines.convolutions import StackedConvolutions, has_implicit
 from fedshift.engines.graphs import Graphs, Step
 from fedshift.engines.joint import joint_steps
 from fedshift.engines.lanes import Lane, evaluate_lanes, suited
@@ -45,8 +45,9 @@ from fedshift.engines.work import (
     still_valid,
 )
 
-# Samples a run works through before compiling its steps pays: it takes about half a minute and saves a fifth. A function
-# of the settings alone, never of the clock, so that a resumed run takes the same kernels.
+# Samples a run works through before compiling its steps pays: it takes about half a minute and saves a fifth, but for
+# convolutions that kernels of our own are faster at, and which no compiler knows. A function of the settings alone, never
+# of the clock, so that a resumed run takes the same kernels.
 COMPILE_PAYS = 50_000_000
 MOST_METHODS = 4  # whose graphs are kept
 
@@ -165,8 +166,8 @@ class Vmapped:
             group.choose(members, rows)
             suited = fitting(phase, method.arch, size)
             order = queues.take(members, rows, size)
-            written_out = self._graphs is not None and not self._compiles[method]  # the compiler knows no such products
-            around = partial(PatchProducts, len(rows)) if written_out else nullcontext
+            our_way = self._graphs is not None and not self._compiles[method]
+            around = partial(StackedConvolutions, len(rows)) if our_way else nullcontext
             step = _stacked_step(method, suited, queues, common, around)
             if self._graphs is None or phase.trainable == frozenset():  # a fold is over before a graph would pay
                 group.state = step(group.state, order)
@@ -180,7 +181,7 @@ class Vmapped:
         if task is not self._task or (method not in self._compiles and len(self._compiles) >= MOST_METHODS):
             graphs.clear()
             self._task, self._compiles = task, {}
-        self._compiles.setdefault(method, self._compile or work > COMPILE_PAYS)
+        self._compiles.setdefault(method, self._compile or compiling_pays(method, work, self.compute))
 
     def _filled(self, members: list[int], count: int) -> list[int]:
         """On CUDA groups come in few widths, so that few graphs are needed."""
@@ -188,6 +189,12 @@ class Vmapped:
             return members
         width = min(count, 1 << (len(members) - 1).bit_length())
         return members + members[:1] * (width - len(members))
+
+
+def compiling_pays(method: Method, samples: float, compute: Compute) -> bool:
+    """Whether the steps of a run over so many samples are compiled."""
+    ours = method.arch.has_convolution and has_implicit(compute.device, compute.dtype)
+    return samples > COMPILE_PAYS and not ours
 
 
 def _work(method: Method, task: Task, clients: int, plan: Plan) -> float:

@@ -1,0 +1,186 @@
+"""A convolution and all its derivatives as one function.
+
+Images x, kernels w and slopes y of the answers make a number, ``T(x, w, y) = <conv(x, w), y>``, which is linear in each of
+the three. Its derivative by one of them is a function of the other two: answers are ``dT/dy``, the gradients of images and
+kernels ``dT/dx`` and ``dT/dw``. So one function, the third from two, is closed under differentiation: derivatives of any
+order, backward and forward, need nothing else, and neither do stacked clients, whose dimension comes first.
+
+On a GPU the kernels of ``implicit.py`` compute it for float32, elsewhere torch's convolutions with a group for each client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.grad import conv2d_input, conv2d_weight
+
+try:
+    from fedshift.engines import implicit
+except ImportError:  # no Triton: a build for CPUs
+    implicit = None  # type: ignore[assignment]
+
+Pair: TypeAlias = tuple[int, int]
+
+
+class Role(Enum):
+    """What a tensor is to a convolution; K clients come first."""
+
+    IMAGES = "images"  # (K, N, C, H, W)
+    KERNELS = "kernels"  # (K, D, C, R, S)
+    ANSWERS = "answers"  # (K, N, D, OH, OW), or slopes of them
+
+
+Roles: TypeAlias = tuple[Role, Role]
+
+
+class Geometry(NamedTuple):
+    """What a convolution knows beside its numbers: heights and widths."""
+
+    image: Pair
+    size: Pair
+    stride: Pair
+    padding: Pair
+
+
+def has_kernels() -> bool:
+    """Whether this machine's torch can run kernels of ours."""
+    return implicit is not None and torch.cuda.is_available()
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
+    """``F.conv2d`` without groups and dilation.
+
+    >>> x, weight = torch.ones(2, 3, 8, 8), torch.ones(4, 3, 5, 5)
+    >>> convolution(x, weight, None, (1, 1), (2, 2)).shape
+    torch.Size([2, 4, 8, 8])
+    """
+    image, size = (x.shape[2], x.shape[3]), (weight.shape[2], weight.shape[3])
+    answers = third(x[None], weight[None], (Role.IMAGES, Role.KERNELS), Geometry(image, size, stride, padding))[0]
+    return answers if bias is None else answers + bias[:, None, None]
+
+
+def third(one: Tensor, two: Tensor, roles: Roles, geometry: Geometry) -> Tensor:
+    """The derivative of the form by the role that is not among ``roles``, which are those of ``one`` and ``two``."""
+    found: Tensor = _Third.apply(one, two, roles, geometry)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Third(torch.autograd.Function):
+    @staticmethod
+    def forward(one: Tensor, two: Tensor, roles: Roles, geometry: Geometry) -> Tensor:
+        given = dict(zip(roles, (one, two), strict=True))
+        with_kernels = implicit is not None and one.is_cuda and one.dtype == two.dtype == torch.float32
+        return (BY_KERNELS if with_kernels else BY_GROUPS)[_missing(roles)](given, geometry)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Roles, Geometry], output: Tensor) -> None:  # noqa: ARG004
+        one, two, ctx.roles, ctx.geometry = inputs
+        ctx.save_for_backward(one, two)
+        ctx.save_for_forward(one, two)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (one, two), (first, second), missing = ctx.saved_tensors, ctx.roles, _missing(ctx.roles)
+        of_one = third(two, slope, (second, missing), ctx.geometry) if ctx.needs_input_grad[0] else None
+        of_two = third(one, slope, (first, missing), ctx.geometry) if ctx.needs_input_grad[1] else None
+        return of_one, of_two, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, along_one: Tensor | None, along_two: Tensor | None, *_: None) -> Tensor | None:
+        one, two = ctx.saved_tensors
+        by_one = None if along_one is None else third(along_one, two, ctx.roles, ctx.geometry)
+        by_two = None if along_two is None else third(one, along_two, ctx.roles, ctx.geometry)
+        return by_two if by_one is None else by_one if by_two is None else by_one + by_two
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, int | None, None, None],
+        one: Tensor,
+        two: Tensor,
+        roles: Roles,
+        geometry: Geometry,
+    ) -> tuple[Tensor, int]:
+        def stacked(tensor: Tensor, at: int | None) -> Tensor:
+            whole = tensor.expand(info.batch_size, *tensor.shape) if at is None else tensor.movedim(at, 0)
+            return whole.flatten(0, 1)
+
+        found = third(stacked(one, in_dims[0]), stacked(two, in_dims[1]), roles, geometry)
+        return found.unflatten(0, (info.batch_size, -1)), 0
+
+
+def _missing(roles: Roles) -> Role:
+    (missing,) = set(Role) - set(roles)
+    return missing
+
+
+Maker: TypeAlias = Callable[[Mapping[Role, Tensor], Geometry], Tensor]
+
+
+def _answers(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
+    frame = _sum(geometry.image, geometry.padding, geometry.padding)
+    x, w = given[Role.IMAGES], given[Role.KERNELS]
+    return implicit.correlate(x, w, frame, geometry.padding, (1, 1), geometry.stride)
+
+
+def _kernels(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
+    x, y = given[Role.IMAGES], given[Role.ANSWERS]
+    return implicit.slopes(x, y, geometry.size, geometry.padding, geometry.stride)
+
+
+def _images(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
+    """Every pixel's sum over its places: answers, as far apart as they were taken, with the kernels turned round."""
+    w, y = given[Role.KERNELS], given[Role.ANSWERS]
+    reach = (geometry.size[0] - 1, geometry.size[1] - 1)
+    corner = (reach[0] - geometry.padding[0], reach[1] - geometry.padding[1])
+    turned = w.flip(3, 4).transpose(1, 2)
+    return implicit.correlate(y, turned, _sum(geometry.image, reach), corner, geometry.stride, (1, 1))
+
+
+def _grouped_answers(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
+    x, w = given[Role.IMAGES], given[Role.KERNELS]
+    answers = F.conv2d(_side_by_side(x), w.flatten(0, 1), None, geometry.stride, geometry.padding, groups=len(x))
+    return _apart(answers, len(x))
+
+
+def _grouped_kernels(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
+    x, y = given[Role.IMAGES], given[Role.ANSWERS]
+    shape = (len(x) * y.shape[2], x.shape[2], *geometry.size)
+    rest = (geometry.stride, geometry.padding, 1, len(x))
+    kernels = conv2d_weight(_side_by_side(x), shape, _side_by_side(y), *rest)
+    stacked: Tensor = kernels.unflatten(0, (len(x), -1))
+    return stacked
+
+
+def _grouped_images(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
+    w, y = given[Role.KERNELS], given[Role.ANSWERS]
+    shape = (y.shape[1], len(w) * w.shape[2], *geometry.image)
+    rest = (geometry.stride, geometry.padding, 1, len(w))
+    return _apart(conv2d_input(shape, w.flatten(0, 1), _side_by_side(y), *rest), len(w))
+
+
+BY_KERNELS: Mapping[Role, Maker] = {Role.ANSWERS: _answers, Role.KERNELS: _kernels, Role.IMAGES: _images}
+BY_GROUPS: Mapping[Role, Maker] = {
+    Role.ANSWERS: _grouped_answers,
+    Role.KERNELS: _grouped_kernels,
+    Role.IMAGES: _grouped_images,
+}
+
+
+def _side_by_side(stacked: Tensor) -> Tensor:
+    """(K, N, C, H, W) to (N, K C, H, W): clients as groups of channels."""
+    return stacked.transpose(0, 1).flatten(1, 2)
+
+
+def _apart(grouped: Tensor, clients: int) -> Tensor:
+    clients_last: Tensor = grouped.unflatten(1, (clients, -1))
+    return clients_last.transpose(0, 1)
+
+
+def _sum(*pairs: Pair) -> Pair:
+    return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
