@@ -9,18 +9,17 @@ layers get no gradient of their input, as in training.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, vmap
 
 from fedshift.engines import convolutions, trilinear
-from fedshift.engines.convolutions import implicit_pays
 from fedshift.engines.steady import steady
 
 
@@ -84,25 +83,20 @@ def slopes(layer: Layer, convolution: Callable[[Tensor, Tensor, Tensor], Tensor]
     return lambda: stacked(x, weight, bias)
 
 
-def taken(layer: Layer) -> str:
-    """The way that `fedshift.engines.convolutions` chooses."""
-    kernel, stride = (layer.channels, layer.size, layer.size), (layer.stride, layer.stride)
-    places = ((layer.side + 2 * layer.padding - layer.size) // layer.stride + 1) ** 2
-    device = torch.device("cuda")
-    ours = convolutions.has_implicit(device, torch.float32) and implicit_pays((layer.kernels, *kernel), stride)
-    return "patches" if convolutions.patches_pay(places, kernel, ours) else "implicit" if ours else "groups"
-
-
 def main() -> None:
-    ways = {"groups": F.conv2d, "patches": convolutions.by_patches, "implicit": trilinear.convolution}
-    print(f"{'layer':<26}" + "".join(f"{name:>10}" for name in ways) + f"{'ratio':>7}  taken")
+    if not trilinear.has_kernels(torch.device("cuda"), torch.float32):
+        sys.exit("Kernels of our own do not run here: they need Triton and a GPU with TF32.")
+    print(f"{'layer':<26}" + "".join(f"{name:>10}" for name in convolutions.WAYS) + f"{'ratio':>7}  taken")
     for layer in LAYERS:
-        geometry = {"stride": (layer.stride, layer.stride), "padding": (layer.padding, layer.padding)}
+        stride, padding = (layer.stride, layer.stride), (layer.padding, layer.padding)
         with steady(fast=True):
-            times = {name: milliseconds(slopes(layer, partial(way, **geometry))) for name, way in ways.items()}
-            chosen = taken(layer)
-        cells = "".join(f"{time:10.3f}" for time in times.values())
-        print(f"{layer.name:<26}{cells}{times['groups'] / times[chosen]:7.1f}  {chosen}")
+            ways = {name: partial(way, stride=stride, padding=padding) for name, way in convolutions.WAYS.items()}
+            found = {name: milliseconds(slopes(layer, way)) for name, way in ways.items()}
+        images = (layer.batch, layer.channels, layer.side, layer.side)
+        kernels = (layer.kernels, layer.channels, layer.size, layer.size)
+        taken = convolutions.fastest(layer.clients, images, kernels, stride, padding, ours=True)
+        cells = "".join(f"{each:10.3f}" for each in found.values())
+        print(f"{layer.name:<26}{cells}{found['groups'] / found[taken]:7.1f}  {taken}")
 
 
 if __name__ == "__main__":

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
 
+from fedshift.core.arch import Arch
 from fedshift.engines import convolutions, trilinear
-from fedshift.engines.convolutions import StackedConvolutions, by_patches, implicit_pays
+from fedshift.engines.convolutions import StackedConvolutions, by_patches, fastest, implicit_pays
+from fedshift.engines.geometry import Geometry, Role
 from fedshift.engines.steady import steady
 from fedshift.engines.vmapped import COMPILE_PAYS, compiling_pays
 from fedshift.engines.work import Compute
+from fedshift.methods.fedavg import FedAvg
 
 Convolution = Callable[[Tensor, Tensor, Tensor], Tensor]
 Way = Callable[[Tensor, Tensor, Tensor | None, tuple[int, int], tuple[int, int]], Tensor]
@@ -90,7 +89,7 @@ def test_what_is_written_out(
         asked.append(True)
         return by_patches(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(convolutions, "by_patches", spy)
+    monkeypatch.setattr(convolutions, "WAYS", {**convolutions.WAYS, "patches": spy})
     x, layer = torch.randn(2, channels, side, side), torch.nn.Conv2d(channels, 8, 5, **settings)  # type: ignore[arg-type]
     with StackedConvolutions():
         found = layer(x)
@@ -99,13 +98,9 @@ def test_what_is_written_out(
 
 
 def test_patches_that_would_fill_the_memory_are_not_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, layer = torch.randn(2, 3, 8, 8), torch.nn.Conv2d(3, 4, 3)
-    monkeypatch.setattr(convolutions, "MOST_BYTES", 3 * 2 * 36 * 27 * 4)
-    monkeypatch.setattr(convolutions, "by_patches", lambda *_: "written out")
-    with StackedConvolutions(3):
-        assert layer(x) == "written out"
-    with StackedConvolutions(4):
-        assert layer(x).shape == (2, 4, 6, 6)
+    monkeypatch.setattr(convolutions, "MOST_NUMBERS", 3 * 2 * 36 * 27)
+    assert fastest(3, (2, 3, 8, 8), (4, 3, 3, 3), (1, 1), (0, 0), ours=False) == "patches"
+    assert fastest(4, (2, 3, 8, 8), (4, 3, 3, 3), (1, 1), (0, 0), ours=False) == "groups"
 
 
 def test_forward_derivatives_and_short_settings() -> None:
@@ -142,86 +137,115 @@ def test_clients_of_clients_and_forward_derivatives_of_gradients(way: Way) -> No
     [
         ((64, 32, 5, 5), (1, 1), True),
         ((64, 32, 5, 5), (2, 2), False),  # zeros between answers on the way back
-        ((64, 3, 7, 7), (2, 2), True),  # a first layer has no way back
+        ((64, 3, 7, 7), (2, 2), True),  # pictures have no way back
+        ((32, 16, 3, 3), (2, 2), False),  # nor picture nor whole steps of channels
         ((64, 3, 11, 11), (4, 4), False),
         ((64, 32, 1, 1), (1, 1), False),
         ((64, 48, 3, 3), (1, 1), False),
         ((20, 32, 3, 3), (1, 1), False),
     ],
 )
-def test_what_kernels_of_our_own_are_for(kernels: tuple[int, ...], stride: tuple[int, int], chosen: bool) -> None:
+def test_what_kernels_of_our_own_are_for(
+    kernels: tuple[int, int, int, int], stride: tuple[int, int], chosen: bool
+) -> None:
     assert implicit_pays(kernels, stride) == chosen
+    images, padding = (8, kernels[1], 32, 32), (0, 0)
+    assert (fastest(5, images, kernels, stride, padding, ours=True) == "implicit") == chosen
+    assert fastest(1, images, kernels, stride, padding, ours=True) != "implicit"  # one client is cuDNN's
+    assert fastest(5, images, kernels, stride, padding, ours=False) != "implicit"
 
 
-def test_kernels_of_our_own_need_a_gpu_and_leave_to_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_places_and_huge_batches_are_not_for_kernels_of_our_own() -> None:
+    kernels, same = (32, 32, 5, 5), ((1, 1), (2, 2))
+    assert fastest(5, (8, 32, 4, 4), kernels, *same, ours=True) == "patches"
+    assert fastest(5, (1024, 32, 224, 224), kernels, *same, ours=True) == "groups"  # more numbers than they can count
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU that would run kernels of our own."""
+    monkeypatch.setattr(trilinear, "works", lambda _: True)
+    return torch.device("cuda")
+
+
+def test_kernels_of_our_own_need_leave_to_round(pretended: torch.device) -> None:
     """TF32 has ten bits: for ``precision = "fast"`` only."""
-    monkeypatch.setattr(trilinear, "has_kernels", lambda: True)
-    gpu = torch.device("cuda")
     with steady(fast=True):
-        assert convolutions.has_implicit(gpu, torch.float32)
-        assert not convolutions.has_implicit(gpu, torch.float64)
-        assert not convolutions.has_implicit(torch.device("cpu"), torch.float32)
+        assert trilinear.has_kernels(pretended, torch.float32)
+        assert not trilinear.has_kernels(pretended, torch.float64)
+        assert not trilinear.has_kernels(torch.device("cpu"), torch.float32)
     with steady(fast=False):
-        assert not convolutions.has_implicit(gpu, torch.float32)
+        assert not trilinear.has_kernels(pretended, torch.float32)
 
 
 @pytest.mark.parametrize(
-    ("fast", "convolutions", "compiled"), [(True, True, False), (True, False, True), (False, True, True)]
+    ("fast", "kernels", "compiled"), [(True, 32, False), (True, 20, True), (True, 0, True), (False, 32, True)]
 )
 def test_long_runs_are_compiled_but_for_convolutions_that_a_compiler_would_slow_down(
-    monkeypatch: pytest.MonkeyPatch, fast: bool, convolutions: bool, compiled: bool
+    pretended: torch.device, fast: bool, kernels: int, compiled: bool
 ) -> None:
-    monkeypatch.setattr(trilinear, "has_kernels", lambda: True)
-    method, compute = SimpleNamespace(arch=SimpleNamespace(has_convolution=convolutions)), Compute(torch.device("cuda"))
+    first = [nn.Conv2d(1, kernels, 3)] if kernels else []
+    numbers = kernels * 36 or 64
+    arch = Arch.of(lambda: nn.Sequential(*first, nn.Flatten(), nn.Linear(numbers, 2)), (1, 8, 8))
+    method, compute = FedAvg(arch), Compute(pretended)
     with steady(fast):
-        assert compiling_pays(method, 10 * COMPILE_PAYS, compute) == compiled  # type: ignore[arg-type]
-        assert not compiling_pays(method, 0.1 * COMPILE_PAYS, compute)  # type: ignore[arg-type]
+        assert compiling_pays(method, 10 * COMPILE_PAYS, compute) == compiled
+        assert not compiling_pays(method, 0.1 * COMPILE_PAYS, compute)
 
 
-def test_the_way_taken_with_kernels_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convolutions, "has_implicit", lambda *_: True)
-    monkeypatch.setattr(trilinear, "convolution", lambda *_: "implicit")
-    monkeypatch.setattr(convolutions, "by_patches", lambda *_: "patches")
-    with StackedConvolutions():
-        assert torch.nn.Conv2d(3, 32, 5)(torch.randn(2, 3, 12, 12)) == "implicit"
-        assert torch.nn.Conv2d(32, 32, 5)(torch.randn(2, 32, 12, 12)) == "implicit"
-        assert torch.nn.Conv2d(32, 32, 5)(torch.randn(2, 32, 8, 8)) == "patches"  # few places
-        assert torch.nn.Conv2d(3, 20, 5)(torch.randn(2, 3, 12, 12)) == "patches"
-        assert torch.nn.Conv2d(48, 32, 5)(torch.randn(2, 48, 12, 12)).shape == (2, 32, 8, 8)
+# Triton's interpreter (3.6) needs NumPy below 2.4
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+HAS_GPU = torch.cuda.is_available() and trilinear.works(torch.device("cuda"))
 
 
-@pytest.mark.long
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-def test_kernels_of_our_own_in_tritons_interpreter() -> None:
-    """Without a GPU, number for number; another process, because Triton reads the environment once."""
-    script = Path(__file__).parent / "interpreted.py"
-    done = subprocess.run([sys.executable, script], env=os.environ | {"TRITON_INTERPRET": "1"}, check=False)
-    assert done.returncode == 0
-
-
-@pytest.mark.skipif(not trilinear.has_kernels(), reason="needs a GPU and Triton")
-@pytest.mark.parametrize("channels", [3, 32, 64])
-@pytest.mark.parametrize(("size", "stride", "padding"), SHAPES)
-def test_kernels_of_our_own_on_a_gpu(
-    channels: int, size: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]
+@pytest.mark.skipif(not (INTERPRETED or HAS_GPU), reason="needs a GPU, or Triton and TRITON_INTERPRET=1")
+@pytest.mark.parametrize("image", [(8, 8), (9, 11), (16, 32)])  # whole tiles of rows, others, sums in parts
+@pytest.mark.parametrize(("channels", "out"), [(3, 32), (32, 5), (64, 96)])
+@pytest.mark.parametrize(("size", "stride", "padding"), [*SHAPES, ((2, 2), (1, 1), (2, 2))])
+def test_kernels_of_our_own(
+    image: tuple[int, int],
+    channels: int,
+    out: int,
+    size: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
 ) -> None:
-    """Answers and both gradients, as exact as TF32 is."""
-    shapes = [(4, 6, channels, 15, 17), (4, 40, channels, *size)]
-    x, weight = (torch.randn(shape, device="cuda", dtype=torch.double) for shape in shapes)
+    """Each of images, kernels and answers from the other two, as exact as TF32 is."""
+    from fedshift.engines.implicit import MAKERS
 
-    def passes(convolution: Callable[[Tensor, Tensor], Tensor], x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        def there_and_back(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-            answers, back = torch.func.vjp(convolution, x, w)
-            return answers, *back(answers)
+    geometry = Geometry(image, size, stride, padding)
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        Role.IMAGES: (2, 4, channels, *image),
+        Role.KERNELS: (2, out, channels, *size),
+        Role.ANSWERS: (2, 4, out, *geometry.places),
+    }
+    given = {role: torch.randn(shape, dtype=torch.double, generator=generator) for role, shape in shapes.items()}
+    rounded = {role: tensor.to("cuda" if HAS_GPU else "cpu", torch.float32) for role, tensor in given.items()}
+    for role, make in MAKERS.items():
+        expected, found = trilinear.BY_GROUPS[role](given, geometry), make(rounded, geometry).cpu().double()
+        assert float((found - expected).norm() / expected.norm()) < (1e-3 if HAS_GPU else 1e-5)
 
-        found: tuple[Tensor, ...] = vmap(there_and_back)(x, w)
-        return found
 
-    expected = passes(lambda x, w: F.conv2d(x, w, None, stride, padding), x, weight)
-    found = passes(lambda x, w: trilinear.convolution(x, w, None, stride, padding), x.float(), weight.float())
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU and Triton")
+def test_meta_gradients_by_kernels_of_our_own_in_a_captured_graph() -> None:
+    shapes = [(4, 8, 32, 16, 16), (4, 64, 32, 5, 5), (4, 64)]
+    tensors = [0.05 * torch.randn(shape, device="cuda") for shape in shapes]
+
+    def work() -> tuple[Tensor, ...]:
+        return meta_gradients(lambda x, w, b: trilinear.convolution(x, w, b, (1, 1), (2, 2)), *tensors)
+
+    exact = [tensor.double() for tensor in tensors]
+    expected = meta_gradients(lambda x, w, b: F.conv2d(x, w, b, 1, 2), *exact)
+    with steady(fast=True):
+        for _ in range(3):
+            work()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = work()
+        graph.replay()
     for one, other in zip(found, expected, strict=True):
-        assert one.dtype == torch.float32
-        assert float((one.double() - other).norm() / other.norm()) < 1e-3
+        assert float((one.double() - other).norm() / other.norm()) < 1e-2
 
 
 def test_grouped_and_single_images_go_on_as_they_are() -> None:

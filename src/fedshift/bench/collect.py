@@ -41,7 +41,8 @@ def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
         families: dict[str, list[list[dict[str, Any]]]] = {}
         for adapter in wanted.get(path) or sorted(scores, key=lambda name: (name != "none", name)):
             rows = scores[adapter]
-            whole = [*rows, *(_oracle(lines, rows) if adapter == "none" else [])]
+            oracle = _oracle(lines, rows) if adapter == "none" else []
+            whole = [*rows, *_validation(lines, adapter, rows), *oracle]
             run = (config["seed"], whole, costs.numbers())
             grouped.setdefault((title_of(config), adapter, points[path], False), []).append(run)
             families.setdefault(rows[0].get("family", "") if rows else "", []).append(rows)
@@ -188,6 +189,34 @@ def _oracle(lines: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]
             if metric not in best or numbers["avg"] > best[metric]["avg"]:
                 best[metric] = {**numbers, "round": line["round"]}
     return [{"selection": "oracle", "metric": metric, **numbers} for metric, numbers in best.items()]
+
+
+def _validation(
+    lines: Sequence[Mapping[str, Any]], adapter: str, rows: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """What validation images said of the states that were scored, where nobody who trained has test images.
+
+    Elsewhere that is one more column for a table of streams; there it is all that is known of those who trained. Of an
+    adapter whose round was chosen after its own adaptation it is the accuracy after that.
+    """
+    tested = [row for row in rows if row["avg"] is not None]
+    if any(metric_parts(row["metric"])[2] == "clients" for row in tested):
+        return []
+    adapted: dict[int, tuple[str, Any]] = {}
+    plain: dict[int, tuple[str, Any]] = {}
+    for line in lines:
+        found = next(((key, value) for key, value in line.items() if "/val/" in key), None)
+        if line.get("adapter") == adapter:
+            adapted[line["round"]] = (plain[line["round"]][0], line["val"])
+        elif found is not None:
+            plain[line["round"]] = found
+    known = adapted or plain
+    chosen = {row["selection"]: row["round"] for row in tested if row["round"] in known}
+    return [
+        {"selection": rule, "metric": known[round_][0], "round": round_, **known[round_][1]}
+        for rule, round_ in chosen.items()
+        if known[round_][1]["avg"] is not None
+    ]
 
 
 def validated_by(lines: Sequence[Mapping[str, Any]]) -> bool:

@@ -123,7 +123,8 @@ class Result:
         if rule not in RULES:
             raise UserError(f"there is no selection rule {rule!r}; there are: {', '.join(RULES)}")
         metrics = self.metrics()
-        parts = ("avg", "all", "worst") if len(metrics) <= 2 else ("avg",)
+        whole = ("avg", "all", "worst") if len(metrics) <= 2 else ("avg",)
+        columns = [(metric, part) for metric in metrics for part in (("avg",) if _is_validation(metric) else whole)]
         sweep = list(dict.fromkeys(key for row in self.rows for key, _ in row.point))
         seeds = max((len(row.seeds) for row in self.rows), default=0)
         table = Table(
@@ -132,15 +133,14 @@ class Result:
         for column in ("method", "adapter", *sweep):
             table.add_column(column, no_wrap=True)
         papers = {metric: [paper_of(row, metric, rule) for row in self.rows] for metric in metrics}
-        for metric in metrics:
-            for part in parts:
-                beside = " (paper)" if part == "avg" and any(number is not None for number in papers[metric]) else ""
-                title = part if part == "worst" else part.upper()
-                table.add_column(f"{short_name(metric)}\n{title}{beside}", justify="right", overflow="fold")
+        for metric, part in columns:
+            beside = " (paper)" if part == "avg" and any(number is not None for number in papers[metric]) else ""
+            title = part if part == "worst" else part.upper()
+            table.add_column(f"{short_name(metric)}\n{title}{beside}", justify="right", overflow="fold")
         table.add_column("kB up\nclient", justify="right")
         table.add_column("kB down\nclient", justify="right")
         table.add_column("s\nround", justify="right")
-        best = {(m, p): self._best(m, p, rule) for m in metrics for p in parts}
+        best = {(metric, part): self._best(metric, part, rule) for metric, part in columns}
         for number, row in enumerate(self.rows):
             cells = [
                 _cell(
@@ -148,8 +148,7 @@ class Result:
                     None if row.bound else best[metric, part],
                     papers[metric][number] if part == "avg" else None,
                 )
-                for metric in metrics
-                for part in parts
+                for metric, part in columns
             ]
             point = [_text(dict(row.point).get(key, "")) for key in sweep]
             table.add_row(row.method, row.adapter, *point, *cells, *_cost_cells(row.cost))
@@ -273,8 +272,14 @@ def short_name(metric: str) -> str:
     """A metric as a column's head."""
     if metric.startswith("after-local/"):
         return f"{short_name(metric.removeprefix('after-local/'))}\nafter local"
+    if _is_validation(metric):
+        return "validation"
     stream, _, population = metric.partition("/")
     return stream if population == "clients" else f"{stream} ({population})"
+
+
+def _is_validation(metric: str) -> bool:
+    return metric.startswith("val/")
 
 
 def to_json(result: Result) -> str:

@@ -8,7 +8,7 @@ statistics count as part of it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
@@ -158,6 +158,10 @@ class Arch:
         ('1',)
         """
         return tuple(name for name, layer in self._training.named_modules() if isinstance(layer, kind))
+
+    def convolutions(self) -> Iterator[nn.Conv2d]:
+        """Its 2d convolutions, to ask for their settings; their tensors are nobody's state."""
+        return (layer for layer in self._training.modules() if isinstance(layer, nn.Conv2d))
 
     def init(self, seed: int) -> Tensors:
         """The tensors a run with this seed starts from: parameters and buffers.

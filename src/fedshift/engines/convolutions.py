@@ -21,15 +21,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fedshift.engines import trilinear
+from fedshift.engines.geometry import Geometry, Pair, places
 
-FEW_PLACES = 16  # a map of so many has no fast kernel
+FEW_PLACES = 16  # cuDNN has no fast kernel for a map of so many
 SMALL_PATCH = 100  # numbers in a patch that is cheap to write out
-MOST_BYTES = 2 << 30  # of one layer's patches, which training keeps until it goes back
-CHANNELS = 32  # kernels of our own like channels in multiples of this
-FIRST_PATCH = 150  # numbers in a patch of a first layer, whose images have few channels, up to which they are faster
+MOST_NUMBERS = 1 << 29  # in one layer's patches, which training keeps until it goes back
+CHANNELS = 32  # kernels of our own like channels in multiples of this, but for those of pictures
+PICTURES = 4  # channels that pictures have at most
+PICTURE_PATCH = 150  # numbers in a patch of a picture up to which they are faster
+ADDRESSABLE = 1 << 30  # numbers of a client's batch that they can count
 
-Pair: TypeAlias = tuple[int, int]
-Shape: TypeAlias = tuple[int, int, int, int]  # of a batch of images
+Shape: TypeAlias = tuple[int, int, int, int]  # of a batch of images, or kernels
 
 
 class StackedConvolutions(TorchFunctionMode):
@@ -56,12 +58,6 @@ class StackedConvolutions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def has_implicit(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether kernels of our own can be used: they multiply as TF32, which has to be allowed."""
-    allowed = torch.backends.cudnn.allow_tf32
-    return device.type == "cuda" and dtype == torch.float32 and allowed and trilinear.has_kernels()
-
-
 def _convolved(
     stack: int,
     input: Tensor,
@@ -73,64 +69,77 @@ def _convolved(
     groups: int = 1,
 ) -> Tensor:
     """``F.conv2d``, one way or another."""
-    if isinstance(padding, str) or _pair(dilation) != (1, 1) or groups != 1 or input.dim() != 4:
+    plain = not isinstance(padding, str) and pair(dilation) == (1, 1) and groups == 1
+    if not plain or input.dim() != 4 or input.shape[1] != weight.shape[1]:
         return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
-    strides, pads = _pair(stride), _pair(padding)
-    places = math.prod(_places(input.shape[2:], weight.shape[2:], strides, pads))
-    size = stack * len(input) * places * weight[0].numel() * input.element_size()
-    implicit = has_implicit(input.device, input.dtype) and implicit_pays(weight.shape, strides)
-    if size <= MOST_BYTES and patches_pay(places, weight.shape[1:], implicit):
-        return by_patches(input, weight, bias, strides, pads)
-    if implicit:
-        return trilinear.convolution(input, weight, bias, strides, pads)
-    return F.conv2d(input, weight, bias, strides, pads)
+    strides, pads = pair(stride), pair(padding)  # type: ignore[arg-type]
+    ours = trilinear.has_kernels(input.device, input.dtype)
+    way = fastest(stack, shape_of(input), shape_of(weight), strides, pads, ours)
+    return WAYS[way](input, weight, bias, strides, pads)
 
 
-def patches_pay(places: int, kernel: Sequence[int], implicit: bool) -> bool:
-    """Whether to write out patches for a map of so many places and kernels of these channels, height and width.
+def fastest(stack: int, images: Shape, kernels: Shape, stride: Pair, padding: Pair, ours: bool) -> str:
+    """Which of ``WAYS`` is, for so many clients; ``ours`` says whether kernels of our own can be used.
 
-    ``implicit`` says whether kernels of our own would do it otherwise.
-
-    >>> patches_pay(1024, (3, 5, 5), False), patches_pay(1024, (3, 5, 5), True), patches_pay(256, (32, 5, 5), False)
-    (True, False, False)
+    >>> fastest(50, (64, 3, 32, 32), (32, 3, 5, 5), (1, 1), (2, 2), ours=False)
+    'patches'
+    >>> fastest(50, (64, 3, 32, 32), (32, 3, 5, 5), (1, 1), (2, 2), ours=True)
+    'implicit'
+    >>> fastest(50, (64, 32, 16, 16), (64, 32, 5, 5), (1, 1), (2, 2), ours=False)
+    'groups'
     """
-    return places <= FEW_PLACES or (math.prod(kernel) <= SMALL_PATCH and not implicit)
+    geometry = Geometry(images[2:], kernels[2:], stride, padding)
+    spots, patch = math.prod(geometry.places), math.prod(kernels[1:])
+    largest = images[0] * max(images[1], kernels[0]) * math.prod(geometry.frame)
+    ours = ours and stack > 1 and implicit_pays(kernels, stride) and largest < ADDRESSABLE
+    writable = stack * images[0] * spots * patch <= MOST_NUMBERS
+    if writable and (spots <= FEW_PLACES or (patch <= SMALL_PATCH and not ours)):
+        return "patches"
+    return "implicit" if ours else "groups"
 
 
-def implicit_pays(kernels: Sequence[int], stride: Pair) -> bool:
-    """Whether kernels of our own are faster for convolutions with kernels of this shape, (D, C, R, S).
+def implicit_pays(kernels: Shape, stride: Pair) -> bool:
+    """Whether kernels of our own are faster at convolutions with kernels of this shape, (D, C, R, S).
 
     >>> implicit_pays((64, 32, 5, 5), (1, 1)), implicit_pays((32, 1, 5, 5), (1, 1)), implicit_pays((64, 32, 1, 1), (1, 1))
     (True, True, False)
     """
     out, channels, tall, wide = kernels
-    first = channels < CHANNELS and channels * tall * wide <= FIRST_PATCH
-    # on the way back a stride means zeros between answers, which cost as much as answers
-    later = channels % CHANNELS == 0 and stride == (1, 1) and tall * wide > 1
-    return out % CHANNELS == 0 and (first or later)
+    first = channels <= PICTURES and channels * tall * wide <= PICTURE_PATCH
+    # on the way back, which pictures do not need, a stride means zeros between answers that cost as much as answers
+    later = channels % CHANNELS == 0 and stride == (1, 1)
+    return out % CHANNELS == 0 and tall * wide > 1 and (first or later)
 
 
 def by_patches(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
     """A convolution as one product: patches (images and places, numbers of a patch) with kernels."""
     down, across = padding
     padded, size = F.pad(x, (across, across, down, down)), (weight.shape[2], weight.shape[3])
-    tall, wide = _places(padded.shape[2:], size, stride)
+    tall, wide = places((padded.shape[2], padded.shape[3]), size, stride)
     answers = F.linear(_patches(padded, size, stride), weight.flatten(1), bias)
     # vmap cannot make tensors in the order of memory that CUDA's BatchNorm would choose for channels last
     return answers.reshape(len(x), tall, wide, len(weight)).permute(0, 3, 1, 2).contiguous()
 
 
-def _places(map_size: Sequence[int], size: Sequence[int], stride: Pair, padding: Pair = (0, 0)) -> Pair:
-    """How many patches lie below and beside each other."""
-    tall, wide = (
-        (length + 2 * pad - kernel) // step + 1
-        for length, pad, kernel, step in zip(map_size, padding, size, stride, strict=True)
-    )
-    return tall, wide
+WAYS: Mapping[str, Callable[[Tensor, Tensor, Tensor | None, Pair, Pair], Tensor]] = {
+    "groups": F.conv2d,  # which vmap makes of it
+    "patches": by_patches,
+    "implicit": trilinear.convolution,
+}
 
 
-def _pair(value: int | Sequence[int]) -> Pair:
-    """As torch reads it: one number stands for both."""
+def shape_of(tensor: Tensor) -> Shape:
+    """Of four dimensions."""
+    one, two, three, four = tensor.shape
+    return one, two, three, four
+
+
+def pair(value: int | Sequence[int]) -> Pair:
+    """As torch reads it: one number stands for both.
+
+    >>> pair(2), pair((1, 2)), pair([3])
+    ((2, 2), (1, 2), (3, 3))
+    """
     return (value, value) if isinstance(value, int) else (value[0], value[-1])
 
 
@@ -172,7 +181,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(rows: Tensor, shape: Shape, size: Pair, stride: Pair) -> Tensor:
         count, channels = shape[:2]
-        tall, wide = _places(shape[2:], size, stride)
+        tall, wide = places(shape[2:], size, stride)
         views = rows.reshape(count, tall, wide, channels, *size).permute(0, 3, 1, 2, 4, 5)
         part = (count, channels, tall, shape[3], size[0])
         columns = torch.ops.aten.unfold_backward(views.contiguous(), part, 3, size[1], stride[1])

@@ -6,7 +6,7 @@ a fixed order: the same bits each time.
 
 Correlations want channels last, where the numbers of a patch lie beside each other (``_lay`` puts them there, with the zeros
 around and between them); images of a few channels are read as they are, by a table of where a patch's numbers lie.
-Importing this module needs Triton, which comes with torch's CUDA builds. ``trilinear.py`` is its only user.
+Importing this module needs Triton, which comes with torch's CUDA builds for Linux.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -14,6 +14,7 @@ Importing this module needs Triton, which comes with torch's CUDA builds. ``tril
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -22,16 +23,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-Pair = tuple[int, int]
+from fedshift.engines.geometry import Geometry, Pair, Role, places
 
-LAST = 32  # channels come last if they are a multiple of this, so that every step of a sum is one tap of whole channels
+SUM = 32  # numbers that every step of a sum takes; channels come last if that makes whole steps of them
 BLOCKS = 1024  # enough to keep a GPU busy: sums over images are split until there are so many
 
-# Tiles of rows, columns and the sum, warps, stages: the fastest of those tried on an H200.
-WIDE_TILES = (128, 64, 32, 4, 3)
-NARROW_TILES = (256, 32, 32, 8, 3)  # for up to 32 kernels
-TABLE_TILES = (32, 64, 32, 4, 4)
-SLOPE_TILES = (64, 128, 32, 4, 3)
+# Tiles of rows and columns, warps, stages: the fastest of those tried on an H200.
+WIDE_TILES = (128, 64, 4, 3)
+NARROW_TILES = (256, 32, 8, 3)  # for up to 32 kernels
+TABLE_TILES = (32, 64, 4, 4)
+SLOPE_TILES = (64, 128, 4, 3)
+
+
+def answers(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
+    """The convolution itself."""
+    x, w = given[Role.IMAGES], given[Role.KERNELS]
+    return correlate(x, w, geometry.frame, geometry.padding, (1, 1), geometry.stride)
+
+
+def kernels(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
+    """What kernels get from slopes of answers."""
+    return slopes(given[Role.IMAGES], given[Role.ANSWERS], geometry)
+
+
+def images(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
+    """What images get: answers, as far apart as they were taken, correlated with the kernels turned round."""
+    w, y = given[Role.KERNELS], given[Role.ANSWERS]
+    reach = (geometry.size[0] - 1, geometry.size[1] - 1)
+    frame = (geometry.image[0] + reach[0], geometry.image[1] + reach[1])
+    corner = (reach[0] - geometry.padding[0], reach[1] - geometry.padding[1])
+    return correlate(y, w.flip(3, 4).transpose(1, 2), frame, corner, geometry.stride, (1, 1))
+
+
+MAKERS = {Role.ANSWERS: answers, Role.KERNELS: kernels, Role.IMAGES: images}
 
 
 def correlate(x: Tensor, w: Tensor, frame: Pair, corner: Pair, apart: Pair, stride: Pair) -> Tensor:
@@ -41,46 +65,46 @@ def correlate(x: Tensor, w: Tensor, frame: Pair, corner: Pair, apart: Pair, stri
     """
     clients, count, channels = x.shape[:3]
     out, size = w.shape[1], (w.shape[3], w.shape[4])
-    down, across = ((whole - own) // step + 1 for whole, own, step in zip(frame, size, stride, strict=True))
-    last = channels % LAST == 0
+    down, across = places(frame, size, stride)
+    last = channels % SUM == 0
     tiles = (NARROW_TILES if out <= NARROW_TILES[1] else WIDE_TILES) if last else TABLE_TILES
-    rows_tile, columns_tile, sum_tile, warps, stages = tiles
+    rows_tile, columns_tile, warps, stages = tiles
     columns_tile = min(columns_tile, _tile(out))
-    rows, taps, places = count * down * across, size[0] * size[1], frame[0] * frame[1]
+    rows, taps, whole = count * down * across, size[0] * size[1], frame[0] * frame[1]
     y = x.new_empty(clients, count, out, down, across)
     grid = (triton.cdiv(rows, rows_tile), triton.cdiv(out, columns_tile), clients)
-    walk = (down * across, across, *stride, rows % rows_tile == 0, rows_tile, columns_tile, sum_tile)
+    walk = (down * across, across, *stride, rows % rows_tile == 0, rows_tile, columns_tile, SUM)
     if last:
         x, w = _laid(x, frame, corner, apart), w.permute(0, 1, 3, 4, 2).contiguous()
         _correlate_last[grid](
-            x, w, y, rows, channels, taps, size[1], out, places, frame[1], *walk, num_warps=warps, num_stages=stages
+            x, w, y, rows, channels, taps, size[1], out, whole, frame[1], *walk, num_warps=warps, num_stages=stages
         )
     else:
-        x, table = _framed(x, frame, corner, apart), _table(channels, size, frame, x.device, sum_tile)
+        x, table = _framed(x, frame, corner, apart), _table(channels, size, frame, x.device, SUM)
         _correlate_table[grid](
-            x, w.contiguous(), y, table, rows, channels * taps, out, channels * places, frame[1], *walk,
+            x, w.contiguous(), y, table, rows, channels * taps, out, channels * whole, frame[1], *walk,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return y
 
 
-def slopes(x: Tensor, g: Tensor, size: Pair, padding: Pair, stride: Pair) -> Tensor:
-    """What kernels get from images (K, N, C, H, W) and slopes of answers (K, N, D, OH, OW): (K, D, C, R, S)."""
-    clients, count, channels, height, width = x.shape
-    frame = (height + 2 * padding[0], width + 2 * padding[1])
+def slopes(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
+    """Images (K, N, C, H, W) and slopes of answers (K, N, D, OH, OW) to those of kernels, (K, D, C, R, S)."""
+    clients, count, channels = x.shape[:3]
     out, down, across = g.shape[2:]
-    rows_tile, columns_tile, sum_tile, warps, stages = SLOPE_TILES
-    depth, rows = channels * size[0] * size[1], count * down * across
+    rows_tile, columns_tile, warps, stages = SLOPE_TILES
+    depth, rows = channels * geometry.size[0] * geometry.size[1], count * down * across
     rows_tile, columns_tile = min(rows_tile, _tile(out)), min(columns_tile, _tile(depth))
     blocks = triton.cdiv(depth, columns_tile) * triton.cdiv(out, rows_tile) * clients
-    splits = max(1, min(triton.cdiv(rows, 16 * sum_tile), triton.cdiv(BLOCKS, blocks)))
-    share = triton.cdiv(triton.cdiv(rows, splits), sum_tile) * sum_tile
-    parts = x.new_empty(splits, clients, out, channels, *size)
-    grid = (triton.cdiv(depth, columns_tile), triton.cdiv(out, rows_tile), clients * splits)
+    splits = max(1, min(triton.cdiv(rows, 16 * SUM), triton.cdiv(BLOCKS, blocks)))
+    share = triton.cdiv(triton.cdiv(rows, splits), SUM) * SUM
+    parts = x.new_empty(splits, clients, out, channels, *geometry.size)
+    frame, grid = geometry.frame, (triton.cdiv(depth, columns_tile), triton.cdiv(out, rows_tile), clients * splits)
+    table = _table(channels, geometry.size, frame, x.device, columns_tile)
     _slopes[grid](
-        _framed(x, frame, padding, (1, 1)), g.contiguous(), parts, _table(channels, size, frame, x.device, columns_tile),
-        rows, depth, out, channels * frame[0] * frame[1], frame[1], down * across, across, *stride, splits, share,
-        rows_tile, columns_tile, sum_tile, num_warps=warps, num_stages=stages,
+        _framed(x, frame, geometry.padding, (1, 1)), g.contiguous(), parts, table, rows, splits, share, depth, out,
+        channels * frame[0] * frame[1], frame[1], down * across, across, *geometry.stride,
+        rows_tile, columns_tile, SUM, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return parts[0] if splits == 1 else parts.sum(0)
 
@@ -103,8 +127,8 @@ def _laid(x: Tensor, frame: Pair, corner: Pair, apart: Pair) -> Tensor:
     """Images in their frames, channels last."""
     clients, count, channels, height, width = x.shape
     to = x.new_empty(clients, count, *frame, channels)
-    places, channels_tile = frame[0] * frame[1], min(64, _tile(channels))
-    grid = (clients * count, triton.cdiv(places, 64), triton.cdiv(channels, channels_tile))
+    channels_tile = min(64, _tile(channels))
+    grid = (clients * count, triton.cdiv(frame[0] * frame[1], 64), triton.cdiv(channels, channels_tile))
     _lay[grid](x.contiguous(), to, channels, height, width, *frame, *corner, *apart, 64, channels_tile, num_warps=4)
     return to
 
@@ -201,24 +225,24 @@ def _correlate_table(
     tl.store(answers, total, mask=inside[:, None] & known[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])  # nor compiled anew for every number of clients
 def _slopes(
-    x, g, parts, table, rows,
+    x, g, parts, table, rows, splits, share,
     DEPTH: tl.constexpr, OUT: tl.constexpr, FRAME: tl.constexpr, FRAME_WIDE: tl.constexpr, PLACES: tl.constexpr,
-    ACROSS: tl.constexpr, DOWN_STEP: tl.constexpr, ACROSS_STEP: tl.constexpr, SPLITS: tl.constexpr, SHARE: tl.constexpr,
+    ACROSS: tl.constexpr, DOWN_STEP: tl.constexpr, ACROSS_STEP: tl.constexpr,
     ROWS_TILE: tl.constexpr, COLUMNS_TILE: tl.constexpr, SUM_TILE: tl.constexpr,
 ):  # fmt: skip
     """parts[split, d, k] = sum over that split's share of m of g[m, d] x[first(m) + table[k]]."""
-    split = tl.program_id(2) % SPLITS
-    client = (tl.program_id(2) // SPLITS).to(tl.int64)
+    split = tl.program_id(2) % splits
+    client = (tl.program_id(2) // splits).to(tl.int64)
     k = tl.program_id(0) * COLUMNS_TILE + tl.arange(0, COLUMNS_TILE)
     d = tl.program_id(1) * ROWS_TILE + tl.arange(0, ROWS_TILE)
     there, known = tl.load(table + k), d < OUT
     x += client * (rows // PLACES) * FRAME
     g += client * rows * OUT
     total = tl.zeros((ROWS_TILE, COLUMNS_TILE), dtype=tl.float32)
-    for start in range(0, SHARE, SUM_TILE):
-        m = split * SHARE + start + tl.arange(0, SUM_TILE)
+    for start in range(0, share, SUM_TILE):
+        m = split * share + start + tl.arange(0, SUM_TILE)
         inside = m < rows
         image, place = m // PLACES, m % PLACES
         first = image * FRAME + (place // ACROSS) * (DOWN_STEP * FRAME_WIDE) + (place % ACROSS) * ACROSS_STEP
@@ -226,5 +250,5 @@ def _slopes(
         a = tl.load(answers, mask=inside[None, :] & known[:, None], other=0.0)
         b = tl.load(x + first[:, None] + there[None, :], mask=inside[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision="tf32")
-    parts += (split * (tl.num_programs(2) // SPLITS) + client) * (OUT * DEPTH)
+    parts += (split * (tl.num_programs(2) // splits) + client) * (OUT * DEPTH)
     tl.store(parts + (d * DEPTH)[:, None] + k[None, :], total, mask=known[:, None] & (k < DEPTH)[None, :])

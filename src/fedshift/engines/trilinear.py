@@ -5,51 +5,53 @@ the three. Its derivative by one of them is a function of the other two: answers
 kernels ``dT/dx`` and ``dT/dw``. So one function, the third from two, is closed under differentiation: derivatives of any
 order, backward and forward, need nothing else, and neither do stacked clients, whose dimension comes first.
 
-On a GPU the kernels of ``implicit.py`` compute it for float32, elsewhere torch's convolutions with a group for each client.
+Where ``has_kernels``, those of ``implicit.py`` compute it; elsewhere torch's convolutions with a group for each client,
+which is what the former are tested against.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
-from enum import Enum
-from typing import Any, NamedTuple, TypeAlias
+from functools import cache
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-try:
-    from fedshift.engines import implicit
-except ImportError:  # no Triton: a build for CPUs
-    implicit = None  # type: ignore[assignment]
-
-Pair: TypeAlias = tuple[int, int]
-
-
-class Role(Enum):
-    """What a tensor is to a convolution; K clients come first."""
-
-    IMAGES = "images"  # (K, N, C, H, W)
-    KERNELS = "kernels"  # (K, D, C, R, S)
-    ANSWERS = "answers"  # (K, N, D, OH, OW), or slopes of them
-
+from fedshift.engines.geometry import Geometry, Pair, Role
 
 Roles: TypeAlias = tuple[Role, Role]
+Maker: TypeAlias = Callable[[Mapping[Role, Tensor], Geometry], Tensor]
 
 
-class Geometry(NamedTuple):
-    """What a convolution knows beside its numbers: heights and widths."""
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels of our own can be used: they multiply as TF32, which has to be allowed.
 
-    image: Pair
-    size: Pair
-    stride: Pair
-    padding: Pair
+    >>> has_kernels(torch.device("cpu"), torch.float32)
+    False
+    """
+    return dtype == torch.float32 and torch.backends.cudnn.allow_tf32 and device.type == "cuda" and works(device)
 
 
-def has_kernels() -> bool:
-    """Whether this machine's torch can run kernels of ours."""
-    return implicit is not None and torch.cuda.is_available()
+@cache
+def works(device: torch.device) -> bool:
+    """Whether this GPU runs them, found out by one tiny product."""
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):  # no TF32
+        return False
+    try:
+        from fedshift.engines import implicit
+    except ImportError:  # no Triton, as on Windows
+        return False
+    one = torch.zeros(1, 1, 1, 1, 1, device=device)
+    try:
+        implicit.slopes(one, one, Geometry((1, 1), (1, 1), (1, 1), (0, 0)))
+    except Exception as error:  # Triton needs a C compiler, for one
+        warnings.warn(f"Triton cannot run here ({str(error)[:200]}); going on without", stacklevel=2)
+        return False
+    return True
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
@@ -73,9 +75,8 @@ def third(one: Tensor, two: Tensor, roles: Roles, geometry: Geometry) -> Tensor:
 class _Third(torch.autograd.Function):
     @staticmethod
     def forward(one: Tensor, two: Tensor, roles: Roles, geometry: Geometry) -> Tensor:
-        given = dict(zip(roles, (one, two), strict=True))
-        with_kernels = implicit is not None and one.is_cuda and one.dtype == two.dtype == torch.float32
-        return (BY_KERNELS if with_kernels else BY_GROUPS)[_missing(roles)](given, geometry)
+        with torch.cuda.device_of(one):
+            return _makers(one)[_missing(roles)](dict(zip(roles, (one, two), strict=True)), geometry)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Roles, Geometry], output: Tensor) -> None:  # noqa: ARG004
@@ -99,12 +100,7 @@ class _Third(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any,
-        in_dims: tuple[int | None, int | None, None, None],
-        one: Tensor,
-        two: Tensor,
-        roles: Roles,
-        geometry: Geometry,
+        info: Any, in_dims: tuple[Any, ...], one: Tensor, two: Tensor, roles: Roles, geometry: Geometry
     ) -> tuple[Tensor, int]:
         def stacked(tensor: Tensor, at: int | None) -> Tensor:
             whole = tensor.expand(info.batch_size, *tensor.shape) if at is None else tensor.movedim(at, 0)
@@ -119,57 +115,36 @@ def _missing(roles: Roles) -> Role:
     return missing
 
 
-Maker: TypeAlias = Callable[[Mapping[Role, Tensor], Geometry], Tensor]
+def _makers(like: Tensor) -> Mapping[Role, Maker]:
+    if has_kernels(like.device, like.dtype):
+        from fedshift.engines.implicit import MAKERS
+
+        return MAKERS
+    return BY_GROUPS
 
 
 def _answers(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
-    frame = _sum(geometry.image, geometry.padding, geometry.padding)
     x, w = given[Role.IMAGES], given[Role.KERNELS]
-    return implicit.correlate(x, w, frame, geometry.padding, (1, 1), geometry.stride)
+    grouped = F.conv2d(_side_by_side(x), w.flatten(0, 1), None, geometry.stride, geometry.padding, groups=len(x))
+    return _apart(grouped, len(x))
 
 
 def _kernels(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
     x, y = given[Role.IMAGES], given[Role.ANSWERS]
-    return implicit.slopes(x, y, geometry.size, geometry.padding, geometry.stride)
-
-
-def _images(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
-    """Every pixel's sum over its places: answers, as far apart as they were taken, with the kernels turned round."""
-    w, y = given[Role.KERNELS], given[Role.ANSWERS]
-    reach = (geometry.size[0] - 1, geometry.size[1] - 1)
-    corner = (reach[0] - geometry.padding[0], reach[1] - geometry.padding[1])
-    turned = w.flip(3, 4).transpose(1, 2)
-    return implicit.correlate(y, turned, _sum(geometry.image, reach), corner, geometry.stride, (1, 1))
-
-
-def _grouped_answers(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
-    x, w = given[Role.IMAGES], given[Role.KERNELS]
-    answers = F.conv2d(_side_by_side(x), w.flatten(0, 1), None, geometry.stride, geometry.padding, groups=len(x))
-    return _apart(answers, len(x))
-
-
-def _grouped_kernels(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
-    x, y = given[Role.IMAGES], given[Role.ANSWERS]
     shape = (len(x) * y.shape[2], x.shape[2], *geometry.size)
     rest = (geometry.stride, geometry.padding, 1, len(x))
-    kernels = conv2d_weight(_side_by_side(x), shape, _side_by_side(y), *rest)
-    stacked: Tensor = kernels.unflatten(0, (len(x), -1))
+    stacked: Tensor = conv2d_weight(_side_by_side(x), shape, _side_by_side(y), *rest).unflatten(0, (len(x), -1))
     return stacked
 
 
-def _grouped_images(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
+def _images(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
     w, y = given[Role.KERNELS], given[Role.ANSWERS]
     shape = (y.shape[1], len(w) * w.shape[2], *geometry.image)
     rest = (geometry.stride, geometry.padding, 1, len(w))
     return _apart(conv2d_input(shape, w.flatten(0, 1), _side_by_side(y), *rest), len(w))
 
 
-BY_KERNELS: Mapping[Role, Maker] = {Role.ANSWERS: _answers, Role.KERNELS: _kernels, Role.IMAGES: _images}
-BY_GROUPS: Mapping[Role, Maker] = {
-    Role.ANSWERS: _grouped_answers,
-    Role.KERNELS: _grouped_kernels,
-    Role.IMAGES: _grouped_images,
-}
+BY_GROUPS: Mapping[Role, Maker] = {Role.ANSWERS: _answers, Role.KERNELS: _kernels, Role.IMAGES: _images}
 
 
 def _side_by_side(stacked: Tensor) -> Tensor:
@@ -178,9 +153,5 @@ def _side_by_side(stacked: Tensor) -> Tensor:
 
 
 def _apart(grouped: Tensor, clients: int) -> Tensor:
-    clients_last: Tensor = grouped.unflatten(1, (clients, -1))
-    return clients_last.transpose(0, 1)
-
-
-def _sum(*pairs: Pair) -> Pair:
-    return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
+    clients_second: Tensor = grouped.unflatten(1, (clients, -1))
+    return clients_second.transpose(0, 1)

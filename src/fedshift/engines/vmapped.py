@@ -25,11 +25,12 @@ from fedshift.core.method import Method, Phase
 from fedshift.core.schedule import Plan, draw, fitting, seeds_for
 from fedshift.core.tree import Tree, map_tree, shapes, stack, to, unstack
 from fedshift.data.task import Client, Task
-from fedshift.engines.convolutions import StackedConvolutions, has_implicit
+from fedshift.engines.convolutions import StackedConvolutions, implicit_pays, pair, shape_of
 from fedshift.engines.graphs import Graphs, Step
 from fedshift.engines.joint import joint_steps
 from fedshift.engines.lanes import Lane, evaluate_lanes, suited
 from fedshift.engines.sequential import Sequential
+from fedshift.engines.trilinear import has_kernels
 from fedshift.engines.work import (
     Compute,
     Placement,
@@ -46,8 +47,8 @@ from fedshift.engines.work import (
 )
 
 # Samples a run works through before compiling its steps pays: it takes about half a minute and saves a fifth, but for
-# convolutions that kernels of our own are faster at, and which no compiler knows. A function of the settings alone, never
-# of the clock, so that a resumed run takes the same kernels.
+# convolutions that kernels of our own are faster at, and which no compiler knows. A function of the settings and the
+# machine, never of the clock, so that a resumed run takes the same kernels.
 COMPILE_PAYS = 50_000_000
 MOST_METHODS = 4  # whose graphs are kept
 
@@ -193,8 +194,11 @@ class Vmapped:
 
 def compiling_pays(method: Method, samples: float, compute: Compute) -> bool:
     """Whether the steps of a run over so many samples are compiled."""
-    ours = method.arch.has_convolution and has_implicit(compute.device, compute.dtype)
-    return samples > COMPILE_PAYS and not ours
+    if samples <= COMPILE_PAYS:
+        return False
+    layers = [layer for layer in method.arch.convolutions() if layer.groups == 1]
+    ours = any(implicit_pays(shape_of(layer.weight), pair(layer.stride)) for layer in layers)
+    return not (ours and has_kernels(compute.device, compute.dtype))
 
 
 def _work(method: Method, task: Task, clients: int, plan: Plan) -> float:

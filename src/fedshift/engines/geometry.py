@@ -1,0 +1,48 @@
+"""What a convolution is, beside its numbers."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple, TypeAlias
+
+Pair: TypeAlias = tuple[int, int]  # down and across
+
+
+class Role(Enum):
+    """What a tensor is to a convolution; K clients come first."""
+
+    IMAGES = "images"  # (K, N, C, H, W)
+    KERNELS = "kernels"  # (K, D, C, R, S)
+    ANSWERS = "answers"  # (K, N, D, OH, OW), or slopes of them
+
+
+class Geometry(NamedTuple):
+    """Heights and widths.
+
+    >>> Geometry(image=(32, 32), size=(5, 5), stride=(1, 1), padding=(2, 2)).places
+    (32, 32)
+    """
+
+    image: Pair
+    size: Pair
+    stride: Pair
+    padding: Pair
+
+    @property
+    def frame(self) -> Pair:
+        """The image with its padding."""
+        return self.image[0] + 2 * self.padding[0], self.image[1] + 2 * self.padding[1]
+
+    @property
+    def places(self) -> Pair:
+        """How many answers lie below and beside each other."""
+        return places(self.frame, self.size, self.stride)
+
+
+def places(frame: Pair, size: Pair, stride: Pair) -> Pair:
+    """Of a kernel in a frame.
+
+    >>> places((9, 11), (3, 3), (2, 2))
+    (4, 5)
+    """
+    return (frame[0] - size[0]) // stride[0] + 1, (frame[1] - size[1]) // stride[1] + 1
