@@ -431,6 +431,21 @@ def test_other_sizes_and_colours_are_converted_and_counted(world: World, a_few: 
     assert (config["images"], config["resized"], config["converted"]) == (5, 1, 1)
 
 
+def test_files_that_are_no_pictures_are_named(world: World, a_few: Path, tmp_path: Path) -> None:
+    """A folder of which half is left out in silence would look like a whole one."""
+    with Image.open(sorted(a_few.iterdir())[0]) as opened:
+        opened.save(a_few / "scan.tiff")
+    (a_few / ".hidden").touch()
+    joined = join(world.folder("fedavg"), a_few, out=tmp_path / "one")
+    kinds = "no picture (bmp, jpeg, jpg, png, webp)"
+    assert joined.notes == (f"1 file was left out, because it is {kinds}: scan.tiff",)
+    for name in "abc":
+        (a_few / f"{name}.txt").touch()
+    joined = join(world.folder("fedavg"), a_few, out=tmp_path / "four")
+    assert joined.notes == (f"4 files were left out, because they are {kinds}: a.txt, b.txt, c.txt, ...",)
+    assert len(joined.predictions) == 5
+
+
 def test_runs_on_images_that_are_grey_and_not_square(tmp_path: Path) -> None:
     numbers = np.random.default_rng(0).integers(0, 256, (60, 1, 4, 6), dtype=np.uint8)
     pool = fedshift.from_arrays(numbers, ["ab"[i % 2] for i in range(60)], domains=["xyz"[i % 3] for i in range(60)])

@@ -18,6 +18,7 @@ from fedshift.bench.experiment import Experiment
 from fedshift.bench.files import PRESETS, presets
 from fedshift.bench.runner import run
 from fedshift.bench.setup import cache_folder, make_setup, make_task, with_baselines
+from fedshift.data.concept import rotate
 from fedshift.data.sources import load
 from fedshift.data.task import Task
 from fedshift.errors import UserError
@@ -278,6 +279,21 @@ def test_two_rounds_of_fedavg(name: str, data: Path, tmp_path: Path) -> None:
     assert ("last", "after-local/original/clients") in row.values or name != "office-personal"
     lines = [line for line in (result.folders[0] / "metrics.jsonl").read_text().splitlines() if "train/loss" in line]
     assert len(lines) == 2
+
+
+@pytest.mark.parametrize("name", ["new-clients-mnist", pytest.param("mixed-models", marks=pytest.mark.long)])
+def test_every_row_of_fedttas_tables_runs(name: str, data: Path, tmp_path: Path) -> None:
+    """All methods and adapters with the settings that are written down, in steps of four images."""
+    short = ["rounds=2", "evaluate.every=0", "train.local-steps=1", "train.batch-size=4", "sweep={}", "seeds=[0]"]
+    experiment = Experiment.load(name, [*short, *FEW.get(name, []), "partition.clients=6"])
+    result = run(experiment, tmp_path, engine="sequential", device="cpu")
+    wanted = {(method.title, adapter.title) for method in experiment.method for adapter in method.adapters}
+    assert {(row.method, row.adapter) for row in result.rows} == wanted
+    assert len(wanted) >= (14 if name == "new-clients-mnist" else 6)
+    for row in result.rows:
+        (numbers,) = next(found for key, found in row.values.items() if key[0] == "best-val" and "/unseen" in key[1])
+        assert 0 <= numbers["avg"] <= 100, (row.method, row.adapter)
+        assert numbers["clients"] == len(make_task(experiment, 0).unseen)
 
 
 # ---- the paper's numbers beside ours -----------------------------------------------------------------------------------
@@ -629,6 +645,11 @@ def test_rotations_have_other_angles_for_new_clients(data: Path) -> None:
     assert {angles[c.name] for c in task.unseen} == {15, 45}
     assert {len(c.test) for c in task.unseen} == {20}
     assert {(len(c.train), len(c.val)) for c in task.clients} == {(17, 3)}
+    upright = _task("rotations", "rotation={}")
+    for client, plain in zip((*task.clients, *task.unseen), (*upright.clients, *upright.unseen), strict=True):
+        own = torch.cat([client.train, client.val, client.test])
+        assert torch.equal(own, torch.cat([plain.train, plain.val, plain.test]))
+        assert torch.equal(task.images[own], rotate(upright.images[own], angles[client.name]))
 
 
 def test_the_public_tenth_belongs_to_nobody(data: Path) -> None:

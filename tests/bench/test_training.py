@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,35 @@ def test_an_adapter_chooses_its_round_after_its_own_adaptation(tmp_path: Path) -
     assert stored["none"] != stored["tent"], "with one choice for both this would show nothing"
     for adapter, title in (("", "none"), ("tent", "tent"), ("t3a", "none")):
         assert Welcome.load(job.folder.path, adapter).now.round == stored[title]
+
+
+def test_where_only_strangers_are_tested_validation_stands_beside_them(tmp_path: Path) -> None:
+    tent = {"name": "tent", "label": "tent", "params": "all", "lr": 0.5, "optimiser": "sgd", "predict-when": "after"}
+    method = MethodSpec(name="fedavg", adapters=[{"name": "none"}, tent])
+    experiment = Experiment(
+        rounds=4,
+        baselines=False,
+        data={"size": 8, "domains": ["pen", "china"]},
+        split={"train": 0.8, "val": 0.2, "test": 0.0, "unseen": ["china"]},
+        model={"name": "mlp", "hidden": [6]},
+        train={"local-epochs": 1, "batch-size": 64, "lr": 0.05},
+        method=[method],
+        evaluate=EvaluateSpec(every=1, adapted=True),
+    )
+    result = run(experiment, tmp_path, engine="sequential")
+    lines = [json.loads(line) for line in (result.folders[0] / "metrics.jsonl").read_text().splitlines()]
+    plain = {line["round"]: line["global/val/clients"]["avg"] for line in lines if "global/val/clients" in line}
+    adapted = {line["round"]: line["val"]["avg"] for line in lines if line.get("adapter") == "tent"}
+    assert plain != adapted
+    for row, known in zip(result.rows, (plain, adapted), strict=True):
+        for rule in ("last", "best-val"):
+            (tested,) = row.values[rule, "global/original/unseen"]
+            assert row.number("global/val/clients", rule) == (known[tested["round"]], 0.0)
+    assert result.metrics() == ["original/unseen", "val/clients"]
+    heads = [str(column.header).splitlines()[0] for column in result.table().columns]
+    assert heads.count("validation") == 1
+    tested = run(SMALL, tmp_path / "tested", engine="sequential")
+    assert not any("val/clients" in metric for metric in tested.metrics())
 
 
 def test_adapters_are_part_of_a_run_only_where_they_choose_its_round(tmp_path: Path) -> None:

@@ -195,6 +195,26 @@ def test_evaluating_on_the_way_changes_nothing(name: str) -> None:
     assert equal_trees(state.server, ran(name, SIZED).server)
 
 
+@pytest.mark.parametrize("name", list(METHODS))
+def test_new_clients_never_influence_training(name: str) -> None:
+    """Whether there are any, what they have, and that they were served between rounds."""
+    task = make_task((5, 9, 12), unseen=2)
+    strangers = torch.cat([client.test for client in task.unseen])
+    images, labels = task.images.clone(), task.labels.clone()
+    images[strangers], labels[strangers] = 0, 0
+    ends = []
+    for other in (task, replace(task, images=images, labels=labels), replace(task, unseen=())):
+        fed, _ = federation(name, other)
+        state = fed.start()
+        for _ in range(fed.rounds):
+            fed.newcomers(state)
+            state, _ = fed.step(state)
+        ends.append(state)
+    for end in ends[1:]:
+        assert equal_trees(end.server, ends[0].server)
+        assert all(equal_trees(end.mines[client], mine) for client, mine in ends[0].mines.items())
+
+
 @pytest.mark.parametrize("name", ["fedavg", "fedbn", "local"])
 def test_models_after_local_training_are_those_of_the_next_round(name: str) -> None:
     fed, watch = federation(name, SIZED)

@@ -35,15 +35,28 @@ def folder(request: Request) -> Pool:
 
 def walk(root: Path) -> tuple[list[str], list[str]]:
     """Pictures and folders below root as sorted relative names; hidden ones are no data."""
+    files, folders = _walk(root)
+    return [name for name in files if _is_picture(name)], folders
+
+
+def others(root: Path) -> tuple[str, ...]:
+    """The files below root that are no pictures."""
+    return tuple(name for name in _walk(root)[0] if not _is_picture(name))
+
+
+def _walk(root: Path) -> tuple[list[str], list[str]]:
     names: list[str] = []
     folders: list[str] = []
     for place, below, files in os.walk(root, followlinks=True):
         below[:] = sorted(name for name in below if not name.startswith((".", "__MACOSX")))
         here = Path(place).relative_to(root)
         folders += [(here / name).as_posix() for name in below]
-        pictures = [name for name in files if not name.startswith(".") and Path(name).suffix.lower() in SUFFIXES]
-        names += [(here / name).as_posix() for name in pictures]
+        names += [(here / name).as_posix() for name in files if not name.startswith(".")]
     return sorted(names), folders
+
+
+def _is_picture(name: str) -> bool:
+    return Path(name).suffix.lower() in SUFFIXES
 
 
 _LAYOUTS = {  # (is the outermost level a split?, number of levels) -> what the levels are

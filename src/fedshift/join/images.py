@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedshift.data._folders import SUFFIXES, walk
+from fedshift.data._folders import SUFFIXES, others, walk
 from fedshift.data._pixels import decode
 from fedshift.data._rows import Rows
 from fedshift.data._tables import ROLES, Part, encoded, parquet_part
@@ -28,13 +28,15 @@ class Images:
     truth: Tensor | None  # int64 [N], where the labels are known
     resized: int = 0
     converted: int = 0  # from grey to colour, or the other way round
+    left_out: tuple[str, ...] = ()  # files beside them that are no pictures
 
     def notes(self) -> list[str]:
         """What was done to them, for people."""
         _, channels, height, width = self.pixels.shape
         colours = "grey" if channels == 1 else "colour"
         done = {f"resized to {width}x{height}": self.resized, f"converted to {colours}": self.converted}
-        return [f"{count} of {len(self.names)} images were {what}" for what, count in done.items() if count]
+        said = [f"{count} of {len(self.names)} images were {what}" for what, count in done.items() if count]
+        return said + ([_left_out(self.left_out)] if self.left_out else [])
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class _Found:
     names: tuple[str, ...]
     encoded: Sequence[Any]
     labels: tuple[str, ...] | None
+    left_out: tuple[str, ...] = ()
 
 
 def read_images(
@@ -70,7 +73,7 @@ def read_images(
     other_size = {kind: n for kind, n in kinds.items() if not kind.startswith(f"{width}x{height} ")}
     grey = {kind: n for kind, n in kinds.items() if kind.split()[1] in ("1", "L", "LA", "I", "I;16")}
     converted = sum(grey.values()) if channels == 3 else len(pixels) - sum(grey.values())
-    return Images(found.names, torch.from_numpy(pixels), truth, sum(other_size.values()), converted)
+    return Images(found.names, torch.from_numpy(pixels), truth, sum(other_size.values()), converted, found.left_out)
 
 
 def _found(path: Path, columns: Mapping[str, str]) -> _Found:
@@ -79,7 +82,7 @@ def _found(path: Path, columns: Mapping[str, str]) -> _Found:
     if path.is_dir():
         names, _ = walk(path)
         if names:
-            return _in_folder(path, names)
+            return replace(_in_folder(path, names), left_out=others(path))
         tables = sorted(path.rglob("*.parquet"))
         if not tables:
             raise UserError(f"there are no pictures in {path} ({_suffixes()}), and no Parquet files")
@@ -89,6 +92,20 @@ def _found(path: Path, columns: Mapping[str, str]) -> _Found:
     if path.suffix.lower() in SUFFIXES:
         return _Found((path.name,), (path,), None)
     raise UserError(f"{path} is neither a folder nor a picture ({_suffixes()}) nor a Parquet file")
+
+
+def _left_out(names: Sequence[str]) -> str:
+    """
+    >>> _left_out(["a.tiff"])
+    '1 file was left out, because it is no picture (bmp, jpeg, jpg, png, webp): a.tiff'
+    """
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    which = (
+        "1 file was left out, because it is"
+        if len(names) == 1
+        else f"{len(names)} files were left out, because they are"
+    )
+    return f"{which} no picture ({_suffixes()}): {shown}"
 
 
 def _suffixes() -> str:
