@@ -166,7 +166,8 @@ def test_an_adapter_chooses_its_round_after_its_own_adaptation(tmp_path: Path) -
 
 def test_where_only_strangers_are_tested_validation_stands_beside_them(tmp_path: Path) -> None:
     tent = {"name": "tent", "label": "tent", "params": "all", "lr": 0.5, "optimiser": "sgd", "predict-when": "after"}
-    method = MethodSpec(name="fedavg", adapters=[{"name": "none"}, tent])
+    published = {"original/unseen": 12.5, "split.tune=true": {"original": 25.0}}
+    method = MethodSpec(name="fedavg", adapters=[{"name": "none", "paper": published}, tent])
     experiment = Experiment(
         rounds=4,
         baselines=False,
@@ -187,6 +188,8 @@ def test_where_only_strangers_are_tested_validation_stands_beside_them(tmp_path:
             (tested,) = row.values[rule, "global/original/unseen"]
             assert row.number("global/val/clients", rule) == (known[tested["round"]], 0.0)
     assert result.metrics() == ["original/unseen", "val/clients"]
+    papers = [[row.paper(f"global/{metric}") for metric in result.metrics()] for row in result.rows]
+    assert papers == [[12.5, 25.0], [None, None]]
     heads = [str(column.header).splitlines()[0] for column in result.table().columns]
     assert heads.count("validation") == 1
     tested = run(SMALL, tmp_path / "tested", engine="sequential")

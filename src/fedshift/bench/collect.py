@@ -211,12 +211,14 @@ def _validation(
         elif found is not None:
             plain[line["round"]] = found
     known = adapted or plain
-    chosen = {row["selection"]: row["round"] for row in tested if row["round"] in known}
-    return [
-        {"selection": rule, "metric": known[round_][0], "round": round_, **known[round_][1]}
-        for rule, round_ in chosen.items()
-        if known[round_][1]["avg"] is not None
-    ]
+    chosen = {row["selection"]: row for row in reversed(tested) if row["round"] in known}  # the first stream's
+    made = []
+    for rule, row in reversed(chosen.items()):
+        metric, numbers = known[row["round"]]
+        paper = {"paper": row["paper-validation"]} if "paper-validation" in row else {}
+        if numbers["avg"] is not None:
+            made.append({"selection": rule, "metric": metric, "round": row["round"], **numbers, **paper})
+    return made
 
 
 def validated_by(lines: Sequence[Mapping[str, Any]]) -> bool:

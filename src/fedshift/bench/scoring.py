@@ -107,7 +107,10 @@ def _completed(scored: Sequence[Mapping[str, Any]], spec: AdapterSpec, experimen
         model, stream, population = metric_parts(row["metric"])
         if stream != "mean":
             groups.setdefault((row["selection"], model, population), {})[stream] = row
-    published = spec.published(experiment.model_dump(by_alias=True))
+    settings = experiment.model_dump(by_alias=True)
+    published = spec.published(settings)
+    tuned = spec.published({**settings, "split": {**settings["split"], "tune": True}})
+    validation = {key: number for key, number in tuned.items() if published.get(key) != number}
     mean_of = experiment.evaluate.mean_of
     completed: list[dict[str, Any]] = []
     for (_, model, population), by_stream in groups.items():
@@ -115,11 +118,18 @@ def _completed(scored: Sequence[Mapping[str, Any]], spec: AdapterSpec, experimen
         if mean_of:
             rows["mean"] = _mean_row(f"{model}/mean/{population}", [by_stream[name] for name in mean_of], mean_of)
         for stream, row in rows.items():
-            number = next((published[key] for key in _paper_keys(model, stream, population) if key in published), None)
-            labels = {"paper": number, "family": spec.family or None}
+            labels = {
+                "paper": _first(published, _paper_keys(model, stream, population)),
+                "paper-validation": _first(validation, _paper_keys(model, stream, "clients")),
+                "family": spec.family or None,
+            }
             plain = {key: value for key, value in row.items() if key not in labels}
             completed.append({**plain, **{key: value for key, value in labels.items() if value is not None}})
     return completed
+
+
+def _first(numbers: Mapping[str, float], keys: Sequence[str]) -> float | None:
+    return next((numbers[key] for key in keys if key in numbers), None)
 
 
 def _paper_keys(model: str, stream: str, population: str) -> list[str]:
