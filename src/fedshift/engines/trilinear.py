@@ -39,7 +39,9 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 @cache
 def works(device: torch.device) -> bool:
     """Whether this GPU runs them, found out by one tiny product."""
-    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):  # no TF32
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return False
+    if torch.cuda.get_device_capability(device) < (8, 0):  # no TF32
         return False
     try:
         from fedshift.engines import implicit
