@@ -211,14 +211,14 @@ def _validation(
         elif found is not None:
             plain[line["round"]] = found
     known = adapted or plain
-    chosen = {row["selection"]: row for row in reversed(tested) if row["round"] in known}  # the first stream's
-    made = []
-    for rule, row in reversed(chosen.items()):
+    made: dict[str, dict[str, Any]] = {}
+    for row in (row for row in tested if row["round"] in known):
         metric, numbers = known[row["round"]]
         paper = {"paper": row["paper-validation"]} if "paper-validation" in row else {}
         if numbers["avg"] is not None:
-            made.append({"selection": rule, "metric": metric, "round": row["round"], **numbers, **paper})
-    return made
+            line = {"selection": row["selection"], "metric": metric, "round": row["round"], **numbers, **paper}
+            made.setdefault(row["selection"], line)  # streams have it in common
+    return list(made.values())
 
 
 def validated_by(lines: Sequence[Mapping[str, Any]]) -> bool:

@@ -160,7 +160,12 @@ class Arch:
         return tuple(name for name, layer in self._training.named_modules() if isinstance(layer, kind))
 
     def convolutions(self) -> Iterator[nn.Conv2d]:
-        """Its 2d convolutions, to ask for their settings; their tensors are nobody's state."""
+        """The encoder's 2d convolutions, to ask for their settings; their tensors are nobody's state.
+
+        >>> arch = Arch.of(lambda: nn.Sequential(nn.Conv2d(1, 3, 2), nn.Flatten(), nn.Linear(3, 2)), (1, 2, 2))
+        >>> [layer.kernel_size for layer in arch.convolutions()]
+        [(2, 2)]
+        """
         return (layer for layer in self._training.modules() if isinstance(layer, nn.Conv2d))
 
     def init(self, seed: int) -> Tensors:

@@ -26,7 +26,7 @@ from fedshift.engines.geometry import Geometry, Pair, places
 FEW_PLACES = 16  # cuDNN has no fast kernel for a map of so many
 SMALL_PATCH = 100  # numbers in a patch that is cheap to write out
 MOST_NUMBERS = 1 << 29  # in one layer's patches, which training keeps until it goes back
-CHANNELS = 32  # kernels of our own like channels in multiples of this, but for those of pictures
+CHANNELS = 32  # kernels of our own like channels in multiples of this (``implicit.SUM``), but for those of pictures
 PICTURES = 4  # channels that pictures have at most
 PICTURE_PATCH = 150  # numbers in a patch of a picture up to which they are faster
 ADDRESSABLE = 1 << 30  # numbers of a client's batch that they can count
@@ -69,10 +69,10 @@ def _convolved(
     groups: int = 1,
 ) -> Tensor:
     """``F.conv2d``, one way or another."""
-    plain = not isinstance(padding, str) and pair(dilation) == (1, 1) and groups == 1
-    if not plain or input.dim() != 4 or input.shape[1] != weight.shape[1]:
+    fits = input.dim() == 4 and input.shape[1] == weight.shape[1]
+    if isinstance(padding, str) or pair(dilation) != (1, 1) or groups != 1 or not fits:
         return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
-    strides, pads = pair(stride), pair(padding)  # type: ignore[arg-type]
+    strides, pads = pair(stride), pair(padding)
     ours = trilinear.has_kernels(input.device, input.dtype)
     way = fastest(stack, shape_of(input), shape_of(weight), strides, pads, ours)
     return WAYS[way](input, weight, bias, strides, pads)

@@ -144,6 +144,22 @@ def _framed(x: Tensor, frame: Pair, corner: Pair, apart: Pair) -> Tensor:
 
 
 @triton.jit
+def _first(
+    m, FRAME: tl.constexpr, FRAME_WIDE: tl.constexpr, PLACES: tl.constexpr, ACROSS: tl.constexpr,
+    DOWN_STEP: tl.constexpr, ACROSS_STEP: tl.constexpr,
+):  # fmt: skip
+    """Where the patch of the m-th place begins; places are counted through all images of a client."""
+    image, place = m // PLACES, m % PLACES
+    return image * FRAME + (place // ACROSS) * (DOWN_STEP * FRAME_WIDE) + (place % ACROSS) * ACROSS_STEP
+
+
+@triton.jit
+def _answer(m, OUT: tl.constexpr, PLACES: tl.constexpr):
+    """Where the first channel of the answer at the m-th place lies."""
+    return (m // PLACES) * (OUT * PLACES) + m % PLACES
+
+
+@triton.jit
 def _lay(
     x, to,
     CHANNELS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, FRAME_TALL: tl.constexpr, FRAME_WIDE: tl.constexpr,
@@ -177,8 +193,7 @@ def _correlate_last(
     m = tl.program_id(0) * ROWS_TILE + tl.arange(0, ROWS_TILE)
     d = tl.program_id(1) * COLUMNS_TILE + tl.arange(0, COLUMNS_TILE)
     inside, known = m < rows, d < OUT
-    image, place = m // PLACES, m % PLACES
-    first = (image * FRAME + (place // ACROSS) * (DOWN_STEP * FRAME_WIDE) + (place % ACROSS) * ACROSS_STEP) * CHANNELS
+    first = _first(m, FRAME, FRAME_WIDE, PLACES, ACROSS, DOWN_STEP, ACROSS_STEP) * CHANNELS
     x += client * (rows // PLACES) * (FRAME * CHANNELS)
     w += client * (OUT * TAPS * CHANNELS)
     y += client * rows * OUT
@@ -193,7 +208,7 @@ def _correlate_last(
         kernels = w + (d * (TAPS * CHANNELS))[None, :] + (step * SUM_TILE + k)[:, None]
         b = tl.load(kernels, mask=known[None, :], other=0.0)
         total = tl.dot(a, b, total, input_precision="tf32")
-    answers = y + (image * (OUT * PLACES) + place)[:, None] + (d * PLACES)[None, :]
+    answers = y + _answer(m, OUT, PLACES)[:, None] + (d * PLACES)[None, :]
     tl.store(answers, total, mask=inside[:, None] & known[None, :])
 
 
@@ -209,8 +224,7 @@ def _correlate_table(
     m = tl.program_id(0) * ROWS_TILE + tl.arange(0, ROWS_TILE)
     d = tl.program_id(1) * COLUMNS_TILE + tl.arange(0, COLUMNS_TILE)
     inside, known = m < rows, d < OUT
-    image, place = m // PLACES, m % PLACES
-    first = image * FRAME + (place // ACROSS) * (DOWN_STEP * FRAME_WIDE) + (place % ACROSS) * ACROSS_STEP
+    first = _first(m, FRAME, FRAME_WIDE, PLACES, ACROSS, DOWN_STEP, ACROSS_STEP)
     x += client * (rows // PLACES) * FRAME
     w += client * (OUT * DEPTH)
     y += client * rows * OUT
@@ -221,7 +235,7 @@ def _correlate_table(
         a = tl.load(patches) if EVEN else tl.load(patches, mask=inside[:, None], other=0.0)
         b = tl.load(w + (d * DEPTH)[None, :] + k[:, None], mask=(k < DEPTH)[:, None] & known[None, :], other=0.0)
         total = tl.dot(a, b, total, input_precision="tf32")
-    answers = y + (image * (OUT * PLACES) + place)[:, None] + (d * PLACES)[None, :]
+    answers = y + _answer(m, OUT, PLACES)[:, None] + (d * PLACES)[None, :]
     tl.store(answers, total, mask=inside[:, None] & known[None, :])
 
 
@@ -244,9 +258,8 @@ def _slopes(
     for start in range(0, share, SUM_TILE):
         m = split * share + start + tl.arange(0, SUM_TILE)
         inside = m < rows
-        image, place = m // PLACES, m % PLACES
-        first = image * FRAME + (place // ACROSS) * (DOWN_STEP * FRAME_WIDE) + (place % ACROSS) * ACROSS_STEP
-        answers = g + (image * (OUT * PLACES) + place)[None, :] + (d * PLACES)[:, None]
+        first = _first(m, FRAME, FRAME_WIDE, PLACES, ACROSS, DOWN_STEP, ACROSS_STEP)
+        answers = g + _answer(m, OUT, PLACES)[None, :] + (d * PLACES)[:, None]
         a = tl.load(answers, mask=inside[None, :] & known[:, None], other=0.0)
         b = tl.load(x + first[:, None] + there[None, :], mask=inside[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision="tf32")

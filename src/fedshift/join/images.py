@@ -95,7 +95,8 @@ def _found(path: Path, columns: Mapping[str, str]) -> _Found:
 
 
 def _left_out(names: Sequence[str]) -> str:
-    """
+    """What is said of files that are no pictures.
+
     >>> _left_out(["a.tiff"])
     '1 file was left out, because it is no picture (bmp, jpeg, jpg, png, webp): a.tiff'
     """
