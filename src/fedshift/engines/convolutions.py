@@ -55,6 +55,8 @@ class StackedConvolutions(TorchFunctionMode):
         """Every call of torch comes along here; nearly all go on as they are."""
         if func is torch.conv2d or func is F.conv2d:
             return _convolved(self._stack, *args, **(kwargs or {}))
+        if func is F.batch_norm:
+            return _normalised(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -76,6 +78,18 @@ def _convolved(
     ours = trilinear.has_kernels(input.device, input.dtype)
     way = fastest(stack, shape_of(input), shape_of(weight), strides, pads, ours)
     return WAYS[way](input, weight, bias, strides, pads)
+
+
+def _normalised(input: Tensor, *rest: Any, **settings: Any) -> Tensor:
+    """``F.batch_norm`` of maps in any order of memory.
+
+    CUDA's refuses some that ``vmap`` makes, of maps that were joined (FDSE's erasers, DenseNets). It says so before it does
+    anything, and most are accepted, so that a copy is made where it must be and nowhere else.
+    """
+    try:
+        return F.batch_norm(input, *rest, **settings)
+    except RuntimeError:
+        return F.batch_norm(input.contiguous(), *rest, **settings)
 
 
 def fastest(stack: int, images: Shape, kernels: Shape, stride: Pair, padding: Pair, ours: bool) -> str:

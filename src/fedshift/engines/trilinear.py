@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -38,22 +39,39 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 @cache
 def works(device: torch.device) -> bool:
-    """Whether this GPU runs them, found out by one tiny product."""
+    """Whether this GPU runs them, found out by one tiny product; why not is said once."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return False
-    if torch.cuda.get_device_capability(device) < (8, 0):  # no TF32
-        return False
+    why = _why_not(device)
+    if why:
+        warnings.warn(f"our own convolution kernels are off ({why}); cuDNN's take their place", stacklevel=2)
+    return not why
+
+
+def _why_not(device: torch.device) -> str:
+    """What keeps kernels of our own from running; empty if nothing does.
+
+    The trial has a thread of its own: transforms, modes and streams belong to a thread, and whoever asks first may be deep
+    inside a ``vmap``, where tensors have no memory to give to a kernel.
+    """
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "this GPU has no TF32"
+    with ThreadPoolExecutor(1) as alone:
+        return alone.submit(_tried, device).result()
+
+
+def _tried(device: torch.device) -> str:
     try:
         from fedshift.engines import implicit
-    except ImportError:  # no Triton, as on Windows
-        return False
-    one = torch.zeros(1, 1, 1, 1, 1, device=device)
-    try:
+
+        one = torch.zeros(1, 1, 1, 1, 1, device=device)
         implicit.slopes(one, one, Geometry((1, 1), (1, 1), (1, 1), (0, 0)))
+        torch.cuda.synchronize(device)
+    except ImportError:
+        return "there is no Triton"
     except Exception as error:  # Triton needs a C compiler, for one
-        warnings.warn(f"Triton cannot run here ({str(error)[:200]}); going on without", stacklevel=2)
-        return False
-    return True
+        return f"Triton cannot run here: {str(error)[:200]}"
+    return ""
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
