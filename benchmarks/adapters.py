@@ -25,9 +25,10 @@ from fedshift.core.registry import ADAPTERS
 from fedshift.core.tree import Tree, pick
 from fedshift.data.streams import Setting
 from fedshift.data.task import Samples
-from fedshift.engines.work import Compute, predictions
-from fedshift.methods.fedthe import FedTHE
+from fedshift.engines.base import Compute
+from fedshift.engines.reference import predictions
 from fedshift.models.cnn import CNN
+from fedshift.systems.fedthe.method import FedTHE
 
 AUTHORS = {"gpu": {"one by one": 36_000, "batches of 32": 1_040, "the-plus": 62_000}}
 AUTHORS["cpu"] = {"one by one": 17_700, "batches of 32": 2_550, "the-plus": 128_000}

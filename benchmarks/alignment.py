@@ -15,15 +15,17 @@ import torch.nn.functional as F
 import typer
 from torch import Tensor
 
-from fedshift.bench.experiment import Experiment
-from fedshift.bench.federation import Federation
-from fedshift.bench.setup import PRECISIONS, make_setup, make_task
-from fedshift.core import gaussians, rng
+from fedshift.blocks import gaussians
+from fedshift.core import rng
 from fedshift.core.method import Phase
 from fedshift.core.tree import pick
 from fedshift.engines.auto import device_for, engine_for
-from fedshift.engines.steady import steady
-from fedshift.engines.work import Compute, pixels
+from fedshift.engines.base import Compute
+from fedshift.engines.reference import pixels
+from fedshift.engines.torch_flags import steady
+from fedshift.experiment.schema import Experiment
+from fedshift.runs.session import Federation
+from fedshift.runs.setup import PRECISIONS, make_setup, make_task
 
 WEIGHTS = (5e-7, 5e-6, 5e-5, 5e-4)
 

@@ -3,7 +3,7 @@
     python benchmarks/convolutions.py
 
 A row for each layer: milliseconds of a forward and backward pass of all clients (graphs replayed, float32 with TF32), all
-ways, how many times faster than groups the one is that `fedshift.engines.convolutions` takes, and which that is. First
+ways, how many times faster than groups the one is that `fedshift.engines.cuda.convolutions` takes, and which that is. First
 layers get no gradient of their input, as in training.
 """
 
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from fedshift.engines import convolutions, trilinear
-from fedshift.engines.steady import steady
+from fedshift.engines.cuda import convolutions, trilinear
+from fedshift.engines.torch_flags import steady
 
 
 class Layer(NamedTuple):

@@ -19,13 +19,13 @@ from fedshift.core.method import Method, Now, Train
 from fedshift.core.schedule import Plan
 from fedshift.core.tree import Tree, map_tree
 from fedshift.data.task import Client, Task
+from fedshift.engines.base import Compute
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
-from fedshift.engines.work import Compute
-from fedshift.methods.fdse import FDSE
 from fedshift.methods.fedavg import FedAvg
 from fedshift.methods.fedbn import FedBN
 from fedshift.models.alexnet import AlexNet
+from fedshift.systems.fdse.method import FDSE
 
 NOW = Now(round=1, rounds=10, clients=4)
 

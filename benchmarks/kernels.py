@@ -16,13 +16,14 @@ import typer
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from fedshift.bench.counting import count
-from fedshift.bench.experiment import Experiment
-from fedshift.bench.federation import Federation, State
-from fedshift.bench.setup import PRECISIONS, make_setup, make_task
 from fedshift.engines.auto import device_for, engine_for
-from fedshift.engines.steady import steady
-from fedshift.engines.work import Compute
+from fedshift.engines.base import Compute
+from fedshift.engines.torch_flags import steady
+from fedshift.experiment.schema import Experiment
+from fedshift.runs.flops import count
+from fedshift.runs.session import Federation
+from fedshift.runs.setup import PRECISIONS, make_setup, make_task
+from fedshift.store.state import State
 
 
 def timed(federation: Federation, state: State) -> tuple[State, float]:

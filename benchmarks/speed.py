@@ -20,19 +20,19 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from fedshift.bench.experiment import MethodSpec
-from fedshift.bench.federation import Federation
-from fedshift.bench.setup import Setup
 from fedshift.core.arch import Arch
 from fedshift.core.method import Now, Train
 from fedshift.core.schedule import Plan
 from fedshift.data.task import Client, Task
+from fedshift.engines.base import Compute
 from fedshift.engines.parallel import Parallel
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
-from fedshift.engines.work import Compute
+from fedshift.experiment.schema import MethodSpec
 from fedshift.methods.fedavg import FedAvg
 from fedshift.models.cnn import CNN
+from fedshift.runs.session import Federation
+from fedshift.runs.setup import Setup
 
 BATCH = 32
 

@@ -15,14 +15,15 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from fedshift.bench.experiment import AdapterSpec, Experiment, MethodSpec
-from fedshift.bench.federation import Federation, State
-from fedshift.bench.metrics import summarise
-from fedshift.bench.setup import Setup, make_setup, make_task
 from fedshift.data.task import Task
-from fedshift.engines.auto import Engine, device_for, engine_for
-from fedshift.engines.steady import steady
-from fedshift.engines.work import Compute
+from fedshift.engines.auto import device_for, engine_for
+from fedshift.engines.base import Compute, Engine
+from fedshift.engines.torch_flags import steady
+from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec
+from fedshift.runs.session import Federation
+from fedshift.runs.setup import Setup, make_setup, make_task
+from fedshift.store.rows import summarise
+from fedshift.store.state import State
 
 
 def numbers(text: str) -> list[float]:

@@ -17,19 +17,19 @@ import cloudpickle
 import pytest
 import torch
 
-from fedshift.bench.experiment import AdapterSpec, MethodSpec
-from fedshift.bench.federation import Federation, State
-from fedshift.bench.setup import Setup
+from fedshift.core.compatibility import missing_for_method
 from fedshift.core.method import Draw, Method, Phase
-from fedshift.core.pairs import missing_for_method
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tree
-from fedshift.engines.auto import Engine
-from fedshift.engines.convolutions import StackedConvolutions
+from fedshift.engines.base import Compute, Engine
+from fedshift.engines.cuda.convolutions import StackedConvolutions
 from fedshift.engines.parallel import Parallel
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
-from fedshift.engines.work import Compute
+from fedshift.experiment.schema import AdapterSpec, MethodSpec
+from fedshift.runs.session import Federation
+from fedshift.runs.setup import Setup
+from fedshift.store.state import State
 from tests.conftest import ragged_task, tiny_arch, tiny_train
 
 TASK = ragged_task()
@@ -114,8 +114,8 @@ def test_predictions_agree_in_single_precision(name: str, norm: bool) -> None:
 
 def test_what_is_shipped_does_not_carry_the_data() -> None:
     """A method that holds on to the task's images would send them to every worker."""
-    from fedshift.bench.experiment import Experiment
-    from fedshift.bench.setup import make_setup, make_task
+    from fedshift.experiment.schema import Experiment
+    from fedshift.runs.setup import make_setup, make_task
 
     experiment = Experiment.parse({"data": {"size": 16}, "model": {"name": "mlp", "hidden": [4]}})
     task = make_task(experiment, seed=0)
@@ -305,7 +305,7 @@ def test_parallel_from_a_script_without_a_main_guard(tmp_path) -> None:
         from dataclasses import dataclass
         import torch
         from fedshift import Method
-        from fedshift.engines.work import Compute
+        from fedshift.engines.base import Compute
         from fedshift.engines.parallel import Parallel
         from fedshift.engines.sequential import Sequential
         from tests.conftest import tiny_arch, tiny_train

@@ -16,15 +16,15 @@ from torch import nn
 
 import fedshift
 from fedshift import Adapter, Arch, Experiment, Method, UserError
-from fedshift.bench.experiment import MethodSpec
-from fedshift.bench.federation import Federation
-from fedshift.bench.setup import make_setup
 from fedshift.catalogue import pairs
-from fedshift.core.pairs import missing_for_method, missing_for_pair, properties
+from fedshift.core.compatibility import missing_for_method, missing_for_pair, properties
 from fedshift.core.registry import ADAPTERS, METHODS
 from fedshift.core.tree import Tree
+from fedshift.engines.base import Compute
 from fedshift.engines.sequential import Sequential
-from fedshift.engines.work import Compute
+from fedshift.experiment.schema import MethodSpec
+from fedshift.runs.session import Federation
+from fedshift.runs.setup import make_setup
 from tests.conftest import ragged_task, tiny_train
 
 TASK = replace(ragged_task((9, 4, 1), unseen=1), public=torch.arange(6))

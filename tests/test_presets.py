@@ -14,15 +14,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fedshift.bench.experiment import Experiment
-from fedshift.bench.files import PRESETS, presets
-from fedshift.bench.runner import run
-from fedshift.bench.setup import cache_folder, make_setup, make_task, with_baselines
 from fedshift.data.concept import rotate
 from fedshift.data.sources import load
 from fedshift.data.task import Task
 from fedshift.errors import UserError
+from fedshift.experiment.files import PRESETS, presets
+from fedshift.experiment.schema import Experiment
 from fedshift.models.resnet import ResNet18
+from fedshift.runs.run import run
+from fedshift.runs.setup import cache_folder, make_setup, make_task, with_baselines
 from tests.presets_data import write_all
 
 PROTOCOLS = {"B1", "B2", "B3", "I1", "I2", "I3", "I4", "I5", "C1", "C2"}

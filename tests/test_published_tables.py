@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fedshift import Experiment
-from fedshift.bench.experiment import MethodSpec
+from fedshift.experiment.schema import MethodSpec
 
 # ---- FedCiR --------------------------------------------------------------------------------------------------------------
 C1 = {

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from fedshift import Experiment, UserError, run
-from fedshift.bench.folder import RunFolder
-from fedshift.core.tree import load
+from fedshift.store.folder import RunFolder
+from fedshift.store.trees import load
 
 SETTINGS = [
     "rounds=30", "baselines=false", "data.size=8", "model.name=cnn", "model.width=2", "model.hidden=8",
@@ -102,7 +102,7 @@ def small(**changes: object) -> Experiment:
 
 
 def test_interrupted_runs_are_not_thrown_away_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedshift.bench.federation import Federation
+    from fedshift.runs.session import Federation
 
     step = Federation.step
 

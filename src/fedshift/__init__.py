@@ -9,9 +9,6 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
-from fedshift.bench.experiment import Experiment
-from fedshift.bench.results import Result
-from fedshift.bench.runner import run
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch, Output
 from fedshift.core.method import Draw, Facts, Method, Now, Phase, Train
@@ -21,6 +18,9 @@ from fedshift.data.pool import Pool
 from fedshift.data.sources import from_arrays
 from fedshift.data.task import Task
 from fedshift.errors import UserError
+from fedshift.experiment.schema import Experiment
+from fedshift.results.result import Result
+from fedshift.runs.run import run
 
 __all__ = [
     "Adapter",

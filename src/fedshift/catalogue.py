@@ -77,8 +77,8 @@ def streams() -> Rows:
 
 def presets() -> Rows:
     """Experiments that need no file."""
-    from fedshift.bench.experiment import Experiment
-    from fedshift.bench.files import presets as names
+    from fedshift.experiment.files import presets as names
+    from fedshift.experiment.schema import Experiment
 
     loaded = [(name, Experiment.load(name)) for name in names()]
     return [{"name": name, "title": e.title, "data": e.data.needs or e.data.source} for name, e in loaded]
@@ -89,7 +89,7 @@ def pairs() -> Rows:
     from torch import nn
 
     from fedshift.core.arch import Arch
-    from fedshift.core.pairs import missing_for_pair
+    from fedshift.core.compatibility import missing_for_pair
 
     arch = Arch.of(
         nn.Sequential(nn.Flatten(), nn.Linear(4, 2, bias=False), nn.BatchNorm1d(2), nn.Linear(2, 2)), (1, 2, 2)

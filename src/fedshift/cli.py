@@ -15,7 +15,7 @@ from rich.table import Table
 from fedshift.errors import UserError
 
 if TYPE_CHECKING:
-    from fedshift.bench.results import Result
+    from fedshift.results.result import Result
 
 app = typer.Typer(
     name="fedshift",
@@ -46,11 +46,12 @@ def run(
     jobs: Annotated[int, typer.Option("--jobs", "-j", help="So many runs at the same time, a process for each.")] = 1,
 ) -> None:
     """Train every method of an experiment, test every adapter, print the table. Finished parts are not run again."""
-    from fedshift.bench.experiment import Experiment
-    from fedshift.bench.pictures import density_picture, map_picture, option_map, result_picture, task_picture
-    from fedshift.bench.progress import Terminal
-    from fedshift.bench.runner import run as run_experiment
-    from fedshift.bench.setup import make_task
+    from fedshift.experiment.schema import Experiment
+    from fedshift.results.plots.pictures import density_picture, map_picture, option_map, result_picture
+    from fedshift.results.plots.task import task_picture
+    from fedshift.runs.progress import Terminal
+    from fedshift.runs.run import run as run_experiment
+    from fedshift.runs.setup import make_task
 
     console = _console()
     chosen = Experiment.load(experiment, change or [])
@@ -94,10 +95,10 @@ def data(
     out: Annotated[Path | None, typer.Option(help="Where task.html and task.png go; default runs/NAME.")] = None,
 ) -> None:
     """What is in a task: clients, sizes, class histograms, examples of every stream; a table, a page and a picture."""
-    from fedshift.bench.experiment import Experiment
-    from fedshift.bench.page import task_page, task_table
-    from fedshift.bench.pictures import task_picture
-    from fedshift.bench.setup import make_task
+    from fedshift.experiment.schema import Experiment
+    from fedshift.results.pages.task import task_page, task_table
+    from fedshift.results.plots.task import task_picture
+    from fedshift.runs.setup import make_task
 
     console = _console()
     chosen = Experiment.of_data(what, change or [])
@@ -121,12 +122,12 @@ def show(
     ] = None,
 ) -> None:
     """Print the results of finished runs again, or draw them."""
-    from fedshift.bench.collect import collect, find_runs
-    from fedshift.bench.results import to_json
+    from fedshift.results.collect import collect, find_runs
+    from fedshift.results.result import to_json
 
     result = collect(find_runs(path))
     if picture:
-        from fedshift.bench.pictures import draw
+        from fedshift.results.plots.pictures import draw
 
         drawn = [made for name in picture for made in draw(name, result, path, select)]
         _console().print(f"Pictures: {', '.join(map(str, drawn))}", highlight=False, soft_wrap=True)

@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 import fedshift
-from fedshift.bench.setup import cache_folder
 from fedshift.engines.parallel import usable_cores
+from fedshift.runs.setup import cache_folder
 
 CORE = (
     "torch",

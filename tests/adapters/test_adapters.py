@@ -15,25 +15,25 @@ import torch
 from torch import Tensor, nn
 
 from fedshift.adapters.tent import Tent
-from fedshift.bench.experiment import AdapterSpec, Experiment, MethodSpec
-from fedshift.bench.federation import Federation
-from fedshift.bench.setup import Setup, make_setup, make_task
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch
+from fedshift.core.compatibility import missing_for_method, missing_for_pair
 from fedshift.core.method import Now
-from fedshift.core.pairs import missing_for_method, missing_for_pair
 from fedshift.core.registry import ADAPTERS, METHODS, with_options
 from fedshift.core.tree import Tree
 from fedshift.data.partition import ByDomain
 from fedshift.data.pool import Pool
 from fedshift.data.streams import Corrupted, Original
 from fedshift.data.task import Client, Task, build
-from fedshift.engines import work
+from fedshift.engines import reference as work
+from fedshift.engines.base import Compute
 from fedshift.engines.sequential import Sequential
-from fedshift.engines.work import Compute
+from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec
 from fedshift.methods.fedavg import FedAvg
 from fedshift.models.cnn import CNN
 from fedshift.models.mlp import MLP
+from fedshift.runs.session import Federation
+from fedshift.runs.setup import Setup, make_setup, make_task
 from tests.conftest import refusal, tiny_arch, tiny_train
 
 DOUBLE = Compute(dtype=torch.float64)

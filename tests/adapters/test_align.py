@@ -13,10 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedshift.bench.experiment import AdapterSpec, MethodSpec
-from fedshift.bench.federation import Federation
-from fedshift.bench.setup import Setup
-from fedshift.core import erasure
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch
 from fedshift.core.method import Train
@@ -26,19 +22,23 @@ from fedshift.core.tree import Tensors, Tree
 from fedshift.data import sources
 from fedshift.data.partition import ByDomain
 from fedshift.data.task import Client, Splitting, Task, build
+from fedshift.engines.base import Compute
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
-from fedshift.engines.work import Compute
 from fedshift.errors import UserError
-from fedshift.methods.fdse import FDSE
+from fedshift.experiment.schema import AdapterSpec, MethodSpec
 from fedshift.methods.fedbn import FedBN
 from fedshift.models.cnn import CNN
+from fedshift.runs.session import Federation
+from fedshift.runs.setup import Setup
+from fedshift.systems.fdse import eraser as erasure
+from fedshift.systems.fdse.method import FDSE
 from tests.adapters.test_adapters import TASK as LONG
 from tests.adapters.test_adapters import gap, images_of, normalised, recording, stream
 from tests.adapters.test_adapters import trained as network
 from tests.conftest import refusal, tiny_arch, tiny_train
 from tests.methods.federations import DOUBLE, far, federation, make_task, run
-from tests.methods.test_fdse import ARCH, BLOCKS, COUNTERS, HOME, LEARNT, OUTER, OWN, TRAIN, Net
+from tests.systems.test_fdse import ARCH, BLOCKS, COUNTERS, HOME, LEARNT, OUTER, OWN, TRAIN, Net
 
 SIZES = {23: [8, 8, 7], 17: [8, 9], 16: [8, 8], 5: [5], 2: [2]}
 

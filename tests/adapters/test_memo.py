@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedshift.core import augmix, episodic
+from fedshift.blocks import augmix
+from fedshift.blocks import per_sample_tuning as episodic
+from fedshift.blocks.per_sample_tuning import tuned_logits, tuned_on_views
 from fedshift.core.arch import Arch
-from fedshift.core.episodic import tuned_logits, tuned_on_views
-from fedshift.core.pairs import missing_for_method
+from fedshift.core.compatibility import missing_for_method
 from fedshift.core.registry import ADAPTERS, METHODS
 from fedshift.core.tree import Tensors, Tree, to
-from fedshift.engines.work import Compute, draws_of
+from fedshift.engines.base import Compute
+from fedshift.engines.reference import draws_of
 from fedshift.methods.fedavg import FedAvg
 from tests.adapters.test_adapters import CLASSES, SHAPE, federated, normalised
 from tests.adapters.test_adapters import trained as network

@@ -12,14 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
 
-from fedshift.core import augment, rng
+from fedshift.blocks import views as augment
+from fedshift.blocks.rotation import turned
+from fedshift.blocks.views import contrastive_views
+from fedshift.core import rng
 from fedshift.core.arch import Arch
-from fedshift.core.augment import contrastive_views
 from fedshift.core.registry import ADAPTERS
-from fedshift.core.rotation import turned
 from fedshift.core.tree import Tree
+from fedshift.engines.base import Compute
+from fedshift.engines.reference import draws_of
 from fedshift.engines.sequential import Sequential
-from fedshift.engines.work import Compute, draws_of
 from fedshift.errors import UserError
 from fedshift.methods.fedavg import FedAvg
 from fedshift.models.cnn import CNN

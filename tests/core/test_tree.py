@@ -13,10 +13,8 @@ from fedshift.core.tree import (
     all_finite,
     drop,
     float_bytes,
-    load,
     map_tree,
     pick,
-    save,
     squared_distance,
     stack,
     subtract,
@@ -26,6 +24,7 @@ from fedshift.core.tree import (
     zeros_like,
 )
 from fedshift.errors import UserError
+from fedshift.store.trees import load, save
 
 
 def same(a: Tree, b: Tree) -> bool:

@@ -12,8 +12,6 @@ from PIL import Image
 from scipy import ndimage
 from torch import Tensor
 
-from fedshift.bench.experiment import Experiment
-from fedshift.bench.setup import make_task
 from fedshift.data import corruptions
 from fedshift.data import task as task_module
 from fedshift.data.concept import Rotation, rotate
@@ -22,6 +20,8 @@ from fedshift.data.pool import Pool
 from fedshift.data.streams import Corrupted, LeftOut, Original, OutOfClient
 from fedshift.data.task import Splitting, Task, build
 from fedshift.errors import UserError
+from fedshift.experiment.schema import Experiment
+from fedshift.runs.setup import make_task
 from tests.data.test_task import check_same, everyone, fingerprint, stream_bytes
 
 SIDE = 12

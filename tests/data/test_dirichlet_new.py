@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedshift.bench.experiment import Experiment
-from fedshift.bench.setup import make_task
 from fedshift.data.partition import PARTITIONS, DirichletNew
 from fedshift.data.pool import Pool
 from fedshift.data.split import choose_unseen
 from fedshift.data.streams import Original
 from fedshift.data.task import Splitting, Task, build
 from fedshift.errors import UserError
+from fedshift.experiment.schema import Experiment
+from fedshift.runs.setup import make_task
 from tests.data.test_task import everyone
 
 CLASSES = tuple("abcdefghij")

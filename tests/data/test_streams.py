@@ -24,8 +24,6 @@ from torch import Tensor
 
 from fedshift.adapters.none import NoAdaptation
 from fedshift.adapters.tent import Tent
-from fedshift.bench.experiment import Experiment
-from fedshift.bench.setup import make_task
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
 from fedshift.core.method import Draw
@@ -34,23 +32,17 @@ from fedshift.data import corruptions
 from fedshift.data import task as task_module
 from fedshift.data.partition import ByDomain
 from fedshift.data.pool import Pool
-from fedshift.data.streams import (
-    STREAMS,
-    Corrupted,
-    LeftOut,
-    Mixture,
-    Natural,
-    Original,
-    OutOfClient,
-    StreamKind,
-)
+from fedshift.data.streams import STREAMS, Corrupted, LeftOut, Mixture, Natural, Original, OutOfClient, StreamKind
 from fedshift.data.task import Splitting, Task, build
+from fedshift.engines.base import Compute, Score
 from fedshift.engines.parallel import Parallel
+from fedshift.engines.reference import chunks
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
-from fedshift.engines.work import Compute, Score, chunks
 from fedshift.errors import UserError
+from fedshift.experiment.schema import Experiment
 from fedshift.methods.fedavg import FedAvg
+from fedshift.runs.setup import make_task
 from tests.conftest import tiny_arch, tiny_train
 from tests.data.test_task import check_same, everyone, fingerprint, stream_bytes
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
 
 from fedshift.core.arch import Arch
-from fedshift.engines import convolutions, trilinear
-from fedshift.engines.convolutions import StackedConvolutions, by_patches, fastest, implicit_pays
-from fedshift.engines.geometry import Geometry, Role
-from fedshift.engines.steady import steady
-from fedshift.engines.vmapped import COMPILE_PAYS, compiling_pays
-from fedshift.engines.work import Compute
+from fedshift.engines.base import Compute
+from fedshift.engines.cuda import convolutions, trilinear
+from fedshift.engines.cuda.convolutions import StackedConvolutions, by_patches, fastest, implicit_pays
+from fedshift.engines.cuda.geometry import Geometry, Role
+from fedshift.engines.torch_flags import steady
+from fedshift.engines.vmapped.engine import COMPILE_PAYS, compiling_pays
 from fedshift.methods.fedavg import FedAvg
 
 Convolution = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -211,7 +211,7 @@ def test_kernels_of_our_own(
     padding: tuple[int, int],
 ) -> None:
     """Each of images, kernels and answers from the other two, as exact as TF32 is."""
-    from fedshift.engines.implicit import MAKERS
+    from fedshift.engines.cuda.kernels import MAKERS
 
     geometry = Geometry(image, size, stride, padding)
     generator = torch.Generator().manual_seed(0)

@@ -13,19 +13,21 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedshift import Experiment, Task, run
-from fedshift.bench.collect import find_runs
-from fedshift.bench.features import embedded, positions_of
-from fedshift.bench.folder import RunFolder
-from fedshift.bench.setup import make_setup, make_task
 from fedshift.core.arch import Output
-from fedshift.core.tree import Tensors, load, save
+from fedshift.core.tree import Tensors
 from fedshift.inspect import inspect, looking
 from fedshift.inspect.looking import Wish
 from fedshift.inspect.pad import distances
 from fedshift.inspect.report import as_dict, looks_at
 from fedshift.inspect.risk import average_risk, confusion, local_risk
-from tests.bench.test_runner import POOL, refuse
+from fedshift.results.collect import find_runs
+from fedshift.results.plots.tsne import embedded
+from fedshift.runs.setup import make_setup, make_task
+from fedshift.store.features import positions_of
+from fedshift.store.folder import RunFolder
+from fedshift.store.trees import load, save
 from tests.inspect.conftest import digits
+from tests.runs.test_run import POOL, refuse
 
 
 def direct(experiment: Experiment, task: Task, model: Tensors, client: str) -> tuple[Output, torch.Tensor]:

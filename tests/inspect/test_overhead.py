@@ -14,17 +14,17 @@ import pytest
 from rich.console import Console
 
 from fedshift import UserError, run
-from fedshift.bench.costs import Costs
-from fedshift.bench.counting import count
-from fedshift.bench.folder import RunFolder
-from fedshift.bench.setup import make_task
 from fedshift.core.tree import float_bytes
 from fedshift.inspect import overhead
 from fedshift.inspect.overhead import Overhead, Spent, accuracies, common_stream, moving_average, spent
-from tests.bench.test_costs import ALEXNET, NORMALISED, alexnet
-from tests.bench.test_features import error_of
-from tests.bench.test_runner import command
+from fedshift.runs.flops import count
+from fedshift.runs.setup import make_task
+from fedshift.store.costs import Costs
+from fedshift.store.folder import RunFolder
 from tests.inspect.conftest import digits
+from tests.runs.test_costs import ALEXNET, NORMALISED, alexnet
+from tests.runs.test_features import error_of
+from tests.runs.test_run import command
 
 
 def lines(

@@ -17,17 +17,17 @@ from PIL import Image
 from rich.table import Table
 
 from fedshift import Experiment, UserError, run
-from fedshift.bench import clouds
-from fedshift.bench.clouds import few
-from fedshift.bench.folder import RunFolder
-from fedshift.core.tree import load, save
 from fedshift.inspect import inspect
 from fedshift.inspect.report import READ, steps_table
 from fedshift.inspect.report import SECTIONS as EVERY
-from tests.bench.test_bad_input import parquet
-from tests.bench.test_features import error_of
-from tests.bench.test_runner import POOL, command
+from fedshift.results.plots import clouds
+from fedshift.results.plots.clouds import few
+from fedshift.store.folder import RunFolder
+from fedshift.store.trees import load, save
+from tests.experiment.test_bad_input import parquet
 from tests.inspect.conftest import digits
+from tests.runs.test_features import error_of
+from tests.runs.test_run import POOL, command
 
 SECTIONS = {key: title for key, title in EVERY.items() if key != "curve"}  # which is drawn where it is asked for
 

@@ -10,9 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedshift.bench.experiment import MethodSpec
-from fedshift.bench.federation import Federation, RoundReport, State
-from fedshift.bench.setup import Setup
 from fedshift.core import rng
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch
@@ -21,8 +18,12 @@ from fedshift.core.registry import METHODS
 from fedshift.core.schedule import Plan
 from fedshift.core.tree import Tensors, Tree
 from fedshift.data.task import Client, Task
+from fedshift.engines.base import Compute, Reply, Score
 from fedshift.engines.sequential import Sequential
-from fedshift.engines.work import Compute, Reply, Score
+from fedshift.experiment.schema import MethodSpec
+from fedshift.runs.session import Federation, RoundReport
+from fedshift.runs.setup import Setup
+from fedshift.store.state import State
 
 SHAPE = (1, 4, 4)
 CLASSES = 3

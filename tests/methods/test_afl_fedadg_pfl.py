@@ -11,19 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedshift.bench.experiment import AdapterSpec
-from fedshift.bench.federation import Federation, State
 from fedshift.core.arch import Arch
 from fedshift.core.grad import gradient
 from fedshift.core.method import Batch, Phase, Train
 from fedshift.core.registry import METHODS
-from fedshift.core.simplex import projected
 from fedshift.core.tree import Tensors, Tree, drop, float_bytes, pick
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
+from fedshift.experiment.schema import AdapterSpec
 from fedshift.methods import fedadg
-from fedshift.methods.afl import AFL
+from fedshift.methods.afl import AFL, projected
 from fedshift.methods.fedadg import DISCRIMINATOR, GENERATOR, FedADG
+from fedshift.runs.session import Federation
+from fedshift.store.state import State
 from tests.conftest import refusal
 from tests.methods.federations import (
     AWKWARD,

@@ -14,18 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedshift.bench.federation import Federation, State
 from fedshift.core.arch import Arch
 from fedshift.core.grad import gradient
 from fedshift.core.method import Batch, Facts, Method, Now, Phase, Train
 from fedshift.core.registry import METHODS
-from fedshift.core.tree import Tensors, Tree, float_bytes, load, pick, save
+from fedshift.core.tree import Tensors, Tree, float_bytes, pick
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
 from fedshift.methods.fedavg import FedAvg
 from fedshift.methods.feddyn import FedDyn
 from fedshift.methods.fedheal import FedHEAL
 from fedshift.methods.moon import MOON
+from fedshift.runs.session import Federation
+from fedshift.store.state import State
+from fedshift.store.trees import load, save
 from tests.conftest import refusal
 from tests.methods.federations import (
     AWKWARD,

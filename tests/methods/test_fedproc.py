@@ -11,16 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedshift.bench.federation import State
 from fedshift.core import rng
 from fedshift.core.arch import Arch
 from fedshift.core.grad import gradient
 from fedshift.core.method import Now
 from fedshift.core.registry import METHODS
-from fedshift.core.tree import Tensors, drop, float_bytes, load, pick, save
+from fedshift.core.tree import Tensors, drop, float_bytes, pick
 from fedshift.data.task import Client, Task
 from fedshift.methods.fedavg import FedAvg
 from fedshift.methods.fedproc import FedProc, prototype_losses
+from fedshift.store.state import State
+from fedshift.store.trees import load, save
 from tests.conftest import refusal
 from tests.methods.federations import (
     AWKWARD,

@@ -13,16 +13,18 @@ from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
 from fedshift.adapters.deterministic import Deterministic
-from fedshift.bench.federation import Federation, State
-from fedshift.core import gaussians, rng
+from fedshift.blocks import gaussians
+from fedshift.blocks.stochastic_encoder import SEED, StochasticMethod, stochastic
+from fedshift.core import rng
 from fedshift.core.arch import Arch
 from fedshift.core.grad import gradient
 from fedshift.core.method import Batch, Phase
 from fedshift.core.registry import METHODS
-from fedshift.core.stochastic import SEED, StochasticMethod, stochastic
 from fedshift.core.tree import Tensors, Tree, drop, float_bytes, pick
 from fedshift.methods.fedavg import FedAvg
 from fedshift.methods.fedsr import DEVIATION, MEAN, NAMES, SCALE, FedSR
+from fedshift.runs.session import Federation
+from fedshift.store.state import State
 from tests.conftest import refusal
 from tests.methods.federations import (
     AWKWARD,

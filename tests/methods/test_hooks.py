@@ -11,19 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedshift.bench.federation import Federation, State
 from fedshift.core.method import Batch, Facts, Method, Now, Phase, Train
 from fedshift.core.optim import SGD, Adam
 from fedshift.core.registry import METHODS
 from fedshift.core.schedule import Plan
-from fedshift.core.tree import Tensors, Tree, load, pick, save
-from fedshift.engines.work import moment, schedule_of, work
+from fedshift.core.tree import Tensors, Tree, pick
+from fedshift.engines.reference import moment, schedule_of, work
 from fedshift.errors import UserError
 from fedshift.methods.ditto import Ditto
 from fedshift.methods.fedavg import FedAvg
 from fedshift.methods.fedbn import FedBN
 from fedshift.methods.local import Local
 from fedshift.methods.scaffold import Scaffold
+from fedshift.runs.session import Federation
+from fedshift.store.state import State
+from fedshift.store.trees import load, save
 from tests.methods.federations import (
     AWKWARD,
     CLASSES,

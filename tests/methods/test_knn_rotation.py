@@ -12,9 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedshift.bench.experiment import AdapterSpec, MethodSpec
-from fedshift.bench.federation import Federation, State
-from fedshift.bench.setup import Setup
 from fedshift.core import rng
 from fedshift.core.arch import Arch
 from fedshift.core.method import Train
@@ -23,8 +20,12 @@ from fedshift.core.tree import Tree
 from fedshift.data.task import Client, Task
 from fedshift.engines.vmapped import Vmapped
 from fedshift.errors import UserError
+from fedshift.experiment.schema import AdapterSpec, MethodSpec
 from fedshift.methods.finetune_rotation import RotationFineTune
 from fedshift.methods.knn_per import KNNPer
+from fedshift.runs.session import Federation
+from fedshift.runs.setup import Setup
+from fedshift.store.state import State
 from tests.methods.federations import (
     AWKWARD,
     CLASSES,
@@ -43,7 +44,7 @@ from tests.methods.federations import (
     run,
     watching,
 )
-from tests.methods.test_fedthe import trained
+from tests.systems.test_fedthe import trained
 
 ARCHS = {"awkward": AWKWARD, "plain": PLAIN}
 ROTATION = {"rotation.weight", "rotation.bias"}

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedshift.bench.federation import State
+from fedshift.core.compatibility import check_method
 from fedshift.core.grad import gradient
 from fedshift.core.method import Batch, Method, Now, Phase, Train
-from fedshift.core.pairs import check_method
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tensors, Tree, pick, weighted_mean
 from fedshift.errors import UserError
@@ -24,6 +23,7 @@ from fedshift.methods.fedprox import FedProx
 from fedshift.methods.fedrep import FedRep
 from fedshift.methods.finetune import FineTune
 from fedshift.methods.scaffold import Scaffold
+from fedshift.store.state import State
 from tests.methods.federations import (
     AWKWARD,
     HEAD,

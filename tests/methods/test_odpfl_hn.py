@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedshift.bench.federation import Federation, State
-from fedshift.core import hypernetwork, rng
+from fedshift.blocks import mlp as hypernetwork
+from fedshift.core import rng
 from fedshift.core.arch import Arch
 from fedshift.core.grad import gradient
 from fedshift.core.method import Train
@@ -21,6 +21,8 @@ from fedshift.data.task import Client, Task
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
 from fedshift.methods.odpfl_hn import ODPFL
+from fedshift.runs.session import Federation
+from fedshift.store.state import State
 from tests.conftest import refusal
 from tests.methods.federations import (
     AWKWARD,

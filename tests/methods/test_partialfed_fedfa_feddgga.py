@@ -16,11 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedshift.bench.federation import Federation, State
 from fedshift.core.arch import Arch
 from fedshift.core.method import Batch, Facts, Method, Now, Phase
 from fedshift.core.registry import METHODS, MODELS
-from fedshift.core.styles import Augment, inserted, stages
 from fedshift.core.tree import Tensors, Tree, drop, float_bytes, pick, weighted_mean
 from fedshift.data.task import Task
 from fedshift.engines.sequential import Sequential
@@ -29,9 +27,11 @@ from fedshift.errors import UserError
 from fedshift.methods.fedavg import FedAvg
 from fedshift.methods.fedbn import FedBN
 from fedshift.methods.feddg_ga import FedDGGA
-from fedshift.methods.fedfa import FedFA
+from fedshift.methods.fedfa import Augment, FedFA, inserted, stages
 from fedshift.methods.partialfed import PartialFed
 from fedshift.models.mlp import Headed
+from fedshift.runs.session import Federation
+from fedshift.store.state import State
 from tests.conftest import refusal, tiny_arch, tiny_train
 from tests.methods.federations import (
     AWKWARD,

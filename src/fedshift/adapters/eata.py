@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.adapters.tent import Tent
+from fedshift.blocks.losses import entropy
 from fedshift.core.arch import Output
 from fedshift.core.checks import in_unit_interval, not_negative
 from fedshift.core.grad import gradient
-from fedshift.core.losses import entropy
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tensors, Tree, pick, zeros_like
 

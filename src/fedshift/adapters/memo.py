@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedshift.core import augmix
+from fedshift.blocks import augmix
+from fedshift.blocks.per_sample_tuning import tuned_on_views
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
 from fedshift.core.checks import not_negative, positive
-from fedshift.core.episodic import tuned_on_views
 from fedshift.core.method import Draw
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tensors, Tree

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedshift.blocks.losses import entropy
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
 from fedshift.core.checks import positive
-from fedshift.core.losses import entropy
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tensors, Tree
 

@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from fedshift.blocks.losses import entropy
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
 from fedshift.core.grad import gradient
-from fedshift.core.losses import entropy
 from fedshift.core.optim import OPTIMISERS, SGD, Optim, clip_by_norm
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tensors, Tree, pick

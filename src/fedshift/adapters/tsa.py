@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedshift.core import augment
+from fedshift.blocks import views as augment
+from fedshift.blocks.head_mixing import agreement_slope, search_weight
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
 from fedshift.core.checks import not_negative
-from fedshift.core.ensemble import agreement_slope, search_weight
 from fedshift.core.method import Draw
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tree
@@ -31,7 +31,7 @@ class ViewAgreement(Adapter):
 
     From e = 1/2, ``steps`` of Adam for every sample on its own, in closed form and for all samples at once; the clean image
     is predicted with the weight found. FedTHE's row 3 of Table 3 is this on ``fedthe`` with ``balanced = false``. Views are
-    :func:`fedshift.core.augment.contrastive_views`; ``flip = false`` for images that a mirror changes (digits).
+    :func:`fedshift.blocks.views.contrastive_views`; ``flip = false`` for images that a mirror changes (digits).
     """
 
     lr: float = 0.1

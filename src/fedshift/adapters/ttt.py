@@ -9,13 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedshift.blocks.rotation import TURNS, turn_losses, turned
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
 from fedshift.core.checks import not_negative, positive
 from fedshift.core.grad import gradient
 from fedshift.core.method import Draw
 from fedshift.core.registry import adapter
-from fedshift.core.rotation import TURNS, turn_losses, turned
 from fedshift.core.tree import Tensors, Tree, pick
 
 

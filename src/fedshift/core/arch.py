@@ -57,9 +57,10 @@ class Arch:
     has_batch_norm: bool
     is_random: bool  # contains layers that draw random numbers themselves (dropout)
     has_convolution: bool
-    told: tuple[
+    exposed: tuple[
         str, ...
-    ]  # buffers that a layer declares as ``told``: a refreshing pass returns them with their gradient
+    ]  # buffers that a layer declares as ``exposed``: a refreshing pass returns them with gradient
+    capabilities: frozenset[str]  # what its layers declare as ``capability``; adapters and methods may require them
     mean: tuple[float, ...]
     std: tuple[float, ...]
     factory: Callable[[], nn.Module] = field(repr=False)
@@ -120,10 +121,13 @@ class Arch:
             has_batch_norm=any(isinstance(m, BATCH_NORMS) for m in module.modules()),
             is_random=_is_random(encoder, shape),
             has_convolution=any(isinstance(m, nn.modules.conv._ConvNd) for m in module.modules()),
-            told=tuple(
+            exposed=tuple(
                 f"{prefix}.{entry}".lstrip(".")
                 for prefix, layer in module.named_modules()
-                for entry in getattr(layer, "told", ())
+                for entry in getattr(layer, "exposed", ())
+            ),
+            capabilities=frozenset(
+                layer.capability for layer in module.modules() if isinstance(getattr(layer, "capability", None), str)
             ),
             mean=tuple(mean),
             std=tuple(std),
@@ -194,8 +198,8 @@ class Arch:
         refreshed = {name: own[name].clone() for name in self._refreshed(batch_stats) if name in own}
         features = functional_call(self._mode(batch_stats), {**own, **refreshed}, (self.normalise(x),))
         features, aux = features if isinstance(features, tuple) else (features, {})
-        told = {name: refreshed[name] for name in self.told if name in refreshed}
-        return features, {**aux, **told}, {name: leaf.detach() for name, leaf in refreshed.items()}
+        exposed = {name: refreshed[name] for name in self.exposed if name in refreshed}
+        return features, {**aux, **exposed}, {name: leaf.detach() for name, leaf in refreshed.items()}
 
     def _refreshed(self, batch_stats: BatchStats) -> tuple[str, ...]:
         """The buffers of the layers that use the batch's statistics, whichever of their entries were named."""

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedshift.core import augment
 from fedshift.core.arch import Arch, BatchStats, Output
 from fedshift.core.grad import gradient
 from fedshift.core.losses import balanced_softmax
@@ -25,7 +24,6 @@ from fedshift.errors import UserError
 if TYPE_CHECKING:
     from fedshift.data.task import Task
 
-SHIFT = "[train] augment"  # the draw behind it; no method's own draw is called so
 Batch = Mapping[str, Tensor]
 """One step's data: ``x`` images in [0, 1] (or features), ``y`` labels, ``index`` sample ids, and the method's draws."""
 
@@ -306,25 +304,6 @@ class Method:
     def forward(self, deployed: Tree, x: Tensor, batch_stats: BatchStats = False) -> Output:
         """Prediction of a deployed model."""
         return self.arch(deployed["model"], x, batch_stats)
-
-    # ---- what engines call -----------------------------------------------------------------------------------------------
-    def step(self, state: Tree, batch: Batch, phase: Phase) -> Tree:
-        """One batch of a phase: a training step on augmented images, or a fold."""
-        if phase.trainable == frozenset():
-            return self.fold(state, batch, phase)
-        if self._augments(phase):
-            how = self.train.augment
-            x = augment.shifted(batch["x"], batch[SHIFT], flip="flip" in how, move="shift" in how)
-            batch = {**batch, "x": x}
-        return self.client_step(state, batch, phase)
-
-    def wanted(self, phase: Phase) -> dict[str, Draw]:
-        """Every random tensor of a phase's steps: the method's own and the augmentation's."""
-        shift = {SHIFT: Draw("uniform", (augment.SHIFT_NUMBERS,))} if self._augments(phase) else {}
-        return {**self.draws(phase), **shift}
-
-    def _augments(self, phase: Phase) -> bool:
-        return self.train.augment != "none" and phase.trainable != frozenset() and phase.inputs == "x"
 
     # ---- not hooks ----------------------------------------------------------------------------------------------------
     def balanced_loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:

@@ -54,10 +54,10 @@ class Entry(Generic[T]):
 
 
 class Registry(Mapping[str, Entry[T]]):
-    """Names to entries; a package of one-file plug-ins is imported the first time somebody looks."""
+    """Names to entries; packages of plug-ins are imported the first time somebody looks."""
 
-    def __init__(self, noun: str, package: str) -> None:
-        self._noun, self._package = noun, package
+    def __init__(self, noun: str, *packages: str) -> None:
+        self._noun, self._packages = noun, packages
         self._entries: dict[str, Entry[T]] = {}
         self._loaded = False
 
@@ -99,13 +99,14 @@ class Registry(Mapping[str, Entry[T]]):
         if self._loaded:
             return
         self._loaded = True
-        package = importlib.import_module(self._package)
-        for module in pkgutil.iter_modules(package.__path__):
-            importlib.import_module(f"{self._package}.{module.name}")
+        for name in self._packages:
+            package = importlib.import_module(name)
+            for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+                importlib.import_module(module.name)
 
 
-METHODS: Registry[type[Method]] = Registry("method", "fedshift.methods")
-ADAPTERS: Registry[type[Adapter]] = Registry("adapter", "fedshift.adapters")
+METHODS: Registry[type[Method]] = Registry("method", "fedshift.systems", "fedshift.methods")
+ADAPTERS: Registry[type[Adapter]] = Registry("adapter", "fedshift.systems", "fedshift.adapters")
 MODELS: Registry[Any] = Registry("model", "fedshift.models")
 
 method = METHODS.register

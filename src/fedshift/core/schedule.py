@@ -15,6 +15,7 @@ from torch import Tensor
 from fedshift.core import rng
 from fedshift.core.arch import Arch
 from fedshift.core.method import Draw, Now, Phase, Train
+from fedshift.core.tree import Tensors
 
 
 @dataclass(frozen=True)
@@ -114,3 +115,14 @@ def draw(
 def seeds_for(wanted: Sequence[str], plan: Plan, client: str, phase: Phase) -> dict[str, int]:
     """One seed per draw of a phase."""
     return {name: plan.seed_for(client, phase.name, "draw", name) for name in wanted}
+
+
+def at_once(tensors: Tensors, x: Tensor, views: int, budget: int = 1 << 32) -> int:
+    """How many samples to tune together: their weights, gradients and activations should stay within about ``budget``.
+
+    >>> at_once({"w": torch.zeros(1000)}, torch.zeros(5, 3, 32, 32), views=16, budget=1 << 30)
+    85
+    """
+    weights = 3 * sum(leaf.numel() * leaf.element_size() for leaf in tensors.values())
+    activations = 64 * views * x[0].numel() * x.element_size() if len(x) else 1
+    return max(1, min(1024, budget // max(weights + activations, 1)))

@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
-
 import torch
 
-from fedshift.core.adapter import Adapter
-from fedshift.core.method import Method
-from fedshift.core.schedule import Plan
-from fedshift.core.tree import Tree
-from fedshift.data.task import Task
+from fedshift.engines.base import Compute, Engine
 from fedshift.engines.parallel import Parallel, usable_cores
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
-from fedshift.engines.work import Compute, Reply, Score
 from fedshift.errors import UserError
-
-
-class Engine(Protocol):
-    """How many clients' local work is executed; all engines give the same results."""
-
-    def train(
-        self, method: Method, downs: Mapping[str, Tree], mines: Mapping[str, Tree], task: Task, plan: Plan
-    ) -> dict[str, Reply]:
-        """The local work of every client in ``downs``."""
-
-    def evaluate(
-        self, adapter: Adapter, deployed: Mapping[str, Tree], task: Task, parts: Sequence[str], seed: int
-    ) -> dict[tuple[str, str], Score]:
-        """Scores by (client, part) for every deployed client and every stream or split named."""
-
-    def close(self) -> None:
-        """Let go of processes, graphs and files."""
-
 
 ENGINES = ("auto", "sequential", "parallel", "vmapped")
 

@@ -31,11 +31,12 @@ from loky.process_executor import BrokenProcessPool, TerminatedWorkerError
 from fedshift.core.adapter import Adapter
 from fedshift.core.method import Method
 from fedshift.core.schedule import Plan
-from fedshift.core.tree import Tree, load, write
+from fedshift.core.tree import Tree
 from fedshift.data.task import Task
+from fedshift.engines.base import Compute, Reply, Score
 from fedshift.engines.sequential import Sequential
-from fedshift.engines.work import Compute, Reply, Score
 from fedshift.errors import UserError
+from fedshift.store.trees import load, write
 
 T = TypeVar("T")
 # what cloudpickle raises for something that cannot leave its process

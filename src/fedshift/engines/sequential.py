@@ -10,7 +10,8 @@ from fedshift.core.method import Method
 from fedshift.core.schedule import Plan
 from fedshift.core.tree import Tree
 from fedshift.data.task import Task
-from fedshift.engines.work import Compute, Placement, Reply, Score, evaluate, work
+from fedshift.engines.base import Compute, Reply, Score
+from fedshift.engines.reference import Placement, evaluate, work
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedshift.adapters.fedtta import LearnedAdaptation, curve
-from fedshift.bench.experiment import AdapterSpec
-from fedshift.bench.federation import Federation
-from fedshift.bench.job import Job
-from fedshift.bench.scoring import adapters_of
 from fedshift.core.registry import ADAPTERS
 from fedshift.data.task import Client
-from fedshift.engines.work import Compute, pixels
-from fedshift.inspect.rebuild import state_of
+from fedshift.engines.base import Compute
+from fedshift.engines.reference import pixels
+from fedshift.experiment.schema import AdapterSpec
+from fedshift.runs.evaluate import adapters_of
+from fedshift.runs.open import state_of
+from fedshift.runs.plan import Job
+from fedshift.runs.session import Federation
+from fedshift.systems.fedtta.adapter import LearnedAdaptation, curve
 
 
 @dataclass(frozen=True)

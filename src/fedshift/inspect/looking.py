@@ -10,21 +10,24 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fedshift.bench.features import Features, Wanted, places, positions_of, stream_of
-from fedshift.bench.federation import Federation, State
-from fedshift.bench.job import Job
-from fedshift.bench.progress import Silent
 from fedshift.core.adapter import Adapter
 from fedshift.core.tree import Tree
 from fedshift.data.streams import Setting
 from fedshift.data.task import Client, Samples, Task
-from fedshift.engines.auto import Engine
-from fedshift.engines.work import Compute, predictions
+from fedshift.engines.base import Compute, Engine
+from fedshift.engines.reference import predictions
 from fedshift.errors import UserError
 from fedshift.inspect.following import Curve, follow
 from fedshift.inspect.pad import Distances, distances
-from fedshift.inspect.rebuild import state_of
 from fedshift.inspect.risk import average_risk, confusion, local_risk
+from fedshift.results.plots.tsne import places
+from fedshift.runs.features import stream_of
+from fedshift.runs.open import state_of
+from fedshift.runs.plan import Job
+from fedshift.runs.progress import Silent
+from fedshift.runs.session import Federation
+from fedshift.store.features import Features, Wanted, positions_of
+from fedshift.store.state import State
 
 T = TypeVar("T")
 MODELS = ("deployed", "global")

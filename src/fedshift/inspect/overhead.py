@@ -12,13 +12,14 @@ from typing import Any
 
 from rich.table import Table
 
-from fedshift.bench.collect import find_runs
-from fedshift.bench.costs import MIB, Costs, measured, short
-from fedshift.bench.features import PREFERRED
-from fedshift.bench.folder import RunFolder
-from fedshift.bench.metrics import mean_and_std, metric_parts
 from fedshift.errors import UserError
-from fedshift.inspect.rebuild import names_of
+from fedshift.results.collect import find_runs
+from fedshift.results.cost_table import MIB, short
+from fedshift.runs.open import names_of
+from fedshift.store.costs import Costs, measured
+from fedshift.store.features import PREFERRED
+from fedshift.store.folder import RunFolder
+from fedshift.store.rows import mean_and_std, metric_parts
 
 WINDOW = 3  # evaluations in a moving average
 HEADS = {

@@ -13,9 +13,9 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fedshift.bench.clouds import draw_clouds
-from fedshift.bench.style import INK, PALETTE, SOFT, save
 from fedshift.inspect.looking import Look, Part, evenly
+from fedshift.results.plots.clouds import draw_clouds
+from fedshift.results.plots.style import INK, PALETTE, SOFT, save
 
 WRITTEN = 12  # clients, up to which numbers are written into a map, and classes, up to which they are named
 SHOWN = 8  # clients in a row of confusion matrices

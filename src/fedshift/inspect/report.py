@@ -16,21 +16,21 @@ import jinja2
 from rich.table import Table
 
 import fedshift
-from fedshift.bench.collect import collect, find_runs
-from fedshift.bench.folder import RunFolder
-from fedshift.bench.metrics import mean_and_std, metric_parts
-from fedshift.bench.pictures import density_picture
-from fedshift.bench.setup import PRECISIONS, Network
 from fedshift.data.pool import Pool
 from fedshift.data.task import Task
 from fedshift.engines.auto import device_for, engine_for
-from fedshift.engines.steady import steady
-from fedshift.engines.work import Compute
+from fedshift.engines.base import Compute
+from fedshift.engines.torch_flags import steady
 from fedshift.errors import UserError
 from fedshift.inspect.looking import Look, Wish
 from fedshift.inspect.looking import look as look_at
 from fedshift.inspect.pictures import confusion_picture, curve_picture, pad_picture, risk_picture, tsne_picture
-from fedshift.inspect.rebuild import SELECTIONS, names_of, rebuilt
+from fedshift.results.collect import collect, find_runs
+from fedshift.results.plots.pictures import density_picture
+from fedshift.runs.open import SELECTIONS, names_of, rebuilt
+from fedshift.runs.setup import PRECISIONS, Network
+from fedshift.store.folder import RunFolder
+from fedshift.store.rows import mean_and_std, metric_parts
 
 PAGE, NUMBERS = "inspect.html", "inspect.json"
 READ = {
@@ -255,7 +255,7 @@ def _page(
     looks: Sequence[Look], drawn: Sequence[Look], files: dict[str, bytes], numbers: dict[str, Any], path: Path
 ) -> str:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = (resources.files("fedshift.bench") / "templates" / "inspect.html.j2").read_text()
+    template = (resources.files("fedshift.results.pages") / "templates" / "inspect.html.j2").read_text()
     images = {name.removesuffix(".png"): base64.b64encode(content).decode() for name, content in files.items()}
     several = len(looks) > len(drawn)
     name = path.resolve().name if len(looks) > 1 else looks[0].job.title

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedshift.join.artefact import Artefact, load
 from fedshift.join.joining import Joined, join
+from fedshift.runs.artefact import Artefact, load
 
 __all__ = ["Artefact", "Joined", "join", "load"]

@@ -12,10 +12,6 @@ import torch
 from torch import Tensor
 
 import fedshift
-from fedshift.bench.collect import validated_by
-from fedshift.bench.federation import welcomed
-from fedshift.bench.setup import PRECISIONS, Network
-from fedshift.bench.welcome import Welcome
 from fedshift.core import rng
 from fedshift.core.adapter import Adapter
 from fedshift.core.method import Method
@@ -25,13 +21,18 @@ from fedshift.data._folders import SUFFIXES
 from fedshift.data.pool import Pool
 from fedshift.data.task import Client, Task
 from fedshift.engines.auto import device_for
+from fedshift.engines.base import Compute
+from fedshift.engines.reference import facts_of, placed, predictions
 from fedshift.engines.sequential import Sequential
-from fedshift.engines.steady import steady
-from fedshift.engines.work import Compute, facts_of, placed, predictions
+from fedshift.engines.torch_flags import steady
 from fedshift.errors import UserError
-from fedshift.join.artefact import FORMAT, Prediction, check_free, write
 from fedshift.join.images import Images, read_images
 from fedshift.join.trained import Choice, Trained, choose_run, read_run
+from fedshift.results.collect import validated_by
+from fedshift.runs.artefact import FORMAT, Prediction, check_free, write
+from fedshift.runs.deployment import Welcome
+from fedshift.runs.session import welcomed
+from fedshift.runs.setup import PRECISIONS, Network
 
 
 @dataclass(frozen=True)

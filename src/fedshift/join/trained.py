@@ -9,18 +9,18 @@ from pathlib import Path
 
 import torch
 
-from fedshift.bench.collect import find_runs
-from fedshift.bench.experiment import AdapterSpec, Experiment, MethodSpec, ModelSpec
-from fedshift.bench.folder import RunFolder
-from fedshift.bench.identity import check_code, experiment_of, read_config, title_of
-from fedshift.bench.scoring import adapters_of
-from fedshift.bench.setup import Network, Setup, make_setup
-from fedshift.bench.welcome import Welcome, entries_of
 from fedshift.core.adapter import Adapter
 from fedshift.core.method import Method
 from fedshift.core.registry import ADAPTERS
 from fedshift.data.task import Task
 from fedshift.errors import UserError
+from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec, ModelSpec
+from fedshift.results.collect import find_runs
+from fedshift.runs.deployment import Welcome, entries_of
+from fedshift.runs.evaluate import adapters_of
+from fedshift.runs.identity import check_code, experiment_of
+from fedshift.runs.setup import Network, Setup, make_setup
+from fedshift.store.folder import RunFolder, read_config, title_of
 
 
 @dataclass(frozen=True)

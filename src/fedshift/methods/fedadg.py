@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedshift.blocks.mlp import fresh, perceptron
 from fedshift.core.checks import in_unit_interval, not_negative, positive
-from fedshift.core.hypernetwork import fresh, perceptron
 from fedshift.core.method import Batch, Draw, Facts, Method, Now, Phase
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, drop

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedshift.blocks.generator import GeneratorMethod, Objective, log_likelihoods, stacked_heads
 from fedshift.core.checks import in_unit_interval, not_negative
-from fedshift.core.generator import GeneratorMethod, Objective, log_likelihoods, stacked_heads
 from fedshift.core.method import Batch, Draw, Phase
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedshift.core.distillation import LogitExchange, divergence
+from fedshift.blocks.logit_exchange import LogitExchange, divergence
 from fedshift.core.method import Batch, Phase
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree

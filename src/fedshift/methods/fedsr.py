@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedshift.core import gaussians
+from fedshift.blocks import gaussians
+from fedshift.blocks.stochastic_encoder import StochasticMethod
 from fedshift.core.checks import not_negative
 from fedshift.core.method import Batch, Facts, Now, Phase
 from fedshift.core.registry import method
-from fedshift.core.stochastic import StochasticMethod
 from fedshift.core.tree import Tensors, Tree, drop
 
 MEAN, DEVIATION, SCALE = NAMES = ("reference.mean", "reference.deviation", "reference.scale")

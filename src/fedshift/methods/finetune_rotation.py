@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from fedshift.blocks.rotation import NAMES, TURNS, turn_losses, turned, untrained
 from fedshift.core.arch import Arch
 from fedshift.core.method import Batch, Draw, Facts, Now, Phase
 from fedshift.core.registry import method
-from fedshift.core.rotation import NAMES, TURNS, turn_losses, turned, untrained
 from fedshift.core.tree import Tensors, Tree, drop, pick
 from fedshift.errors import UserError
 from fedshift.methods.finetune import FineTune

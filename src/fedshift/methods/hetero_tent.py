@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fedshift.blocks.logit_exchange import AdaptedExchange
+from fedshift.blocks.losses import entropy
 from fedshift.core.checks import not_negative
-from fedshift.core.distillation import AdaptedExchange
-from fedshift.core.losses import entropy
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree
 from fedshift.methods.fedmd import FedMD

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from fedshift.blocks.mlp import drawn, fresh, perceptron
 from fedshift.core.checks import not_negative, positive
 from fedshift.core.grad import gradient
-from fedshift.core.hypernetwork import embedded, fresh_encoder, fresh_hypernetwork, made, pull
 from fedshift.core.method import Batch, Method, Now, Phase
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, weighted_mean, zeros_like
 
+TRUNK = "hyper-trunk"
+CELLS = 4  # along each side, of the grid that an encoder's activations are averaged on
+CHANNELS = (16, 32)
 LAYERS = 4  # of the trunk: one, and three more with ReLU before each
 
 
@@ -36,7 +40,7 @@ class ODPFL(Method):
 
     Our choices, where the papers are silent: W starts at zero, so everybody starts from the run's initialisation and not
     from a network of the wrong scale; h and the encoder (two convolutions, whatever the network is) start so that clients
-    differ behind them, see :mod:`fedshift.core.hypernetwork`; BatchNorm statistics are averaged as in FedAvg. Deployed
+    differ behind them, see ``drawn``; BatchNorm statistics are averaged as in FedAvg. Deployed
     clients are described by their training images, newcomers by their test images. No spectral norm. The rates are FedTTA's
     for CIFAR-10 (MNIST: 0.5 and 0.5).
     """
@@ -148,3 +152,77 @@ def _look(name: str, labelled: bool = True) -> Phase:
 def _description(state: Tree) -> Tensor:
     """The mean embedding of what was looked at."""
     return state["seen"]["sum"] / state["seen"]["count"].clamp(min=1)
+
+
+# ---- the hyper-network: a perceptron (the trunk) that reads a description of a client, and a matrix for every tensor ----
+def fresh_encoder(like: Tensor, channels: int, size: int) -> Tensors:
+    """An untrained encoder of images into ``size`` numbers.
+
+    >>> sum(leaf.numel() for leaf in fresh_encoder(torch.ones(1), 3, 32).values())
+    30464
+    """
+    first, second = CHANNELS
+    shapes = {"conv.0": (first, channels, 5, 5), "conv.1": (second, first, 5, 5), "out": (size, second * CELLS**2)}
+    return drawn(like, shapes)
+
+
+def embedded(tensors: Tensors, x: Tensor) -> Tensor:
+    """Two convolutions with stride 2 and ReLU, means over a grid of cells, and a linear layer.
+
+    >>> embedded(fresh_encoder(torch.ones(1), 1, 32), torch.rand(5, 1, 28, 28)).shape
+    torch.Size([5, 32])
+    """
+    for layer in ("conv.0", "conv.1"):
+        x = F.conv2d(x, tensors[f"{layer}.weight"], tensors[f"{layer}.bias"], stride=2, padding=2).relu()
+    rows, columns = (_cells(side, x) for side in x.shape[-2:])
+    means = rows @ x @ columns.T  # a product has the same bits every time, unlike the gradient of adaptive pooling
+    return F.linear(means.flatten(1), tensors["out.weight"], tensors["out.bias"])
+
+
+def fresh_hypernetwork(base: Tensors, sizes: Sequence[int]) -> Tensors:
+    """A trunk of these sizes and an output for each tensor of ``base``, all zero: at first everybody has ``base``."""
+    like = next(iter(base.values()))
+    outputs = {output_of(name): like.new_zeros(leaf.numel(), sizes[-1]) for name, leaf in base.items()}
+    return {**fresh(like, TRUNK, sizes), **outputs}
+
+
+def output_of(name: str) -> str:
+    """What the matrix that makes a target tensor is called."""
+    return f"output for {name}"
+
+
+def made(hyper: Tensors, base: Tensors, embedding: Tensor) -> Tensors:
+    """The tensors of a client with this embedding [size], or of many [clients, size]: ``base + matrix @ trunk``.
+
+    >>> base = {"w": torch.ones(2, 3)}
+    >>> made(fresh_hypernetwork(base, (4, 5, 5)), base, torch.rand(7, 4))["w"].shape
+    torch.Size([7, 2, 3])
+    """
+    hidden, many = perceptron(hyper, TRUNK, embedding), embedding.shape[:-1]
+    return {
+        name: leaf + F.linear(hidden, hyper[output_of(name)]).reshape(*many, *leaf.shape) for name, leaf in base.items()
+    }
+
+
+def pull(hyper: Tensors, base: Tensors, embedding: Tensor, trained: Tensors) -> Tensor:
+    """``<made - trained, made>`` with the difference held fixed, for each client.
+
+    Its gradient with respect to anything ``made`` depends on is the vector-Jacobian product with that difference.
+
+    >>> base = {"w": torch.ones(2)}
+    >>> pull(fresh_hypernetwork(base, (4, 5)), base, torch.ones(4), {"w": torch.tensor([1.0, 0.5])})
+    tensor(0.5000)
+    """
+    products = [
+        ((leaf - trained[name]).detach() * leaf).reshape(*embedding.shape[:-1], -1).sum(-1)
+        for name, leaf in made(hyper, base, embedding).items()
+    ]
+    return torch.stack(products).sum(0)
+
+
+def _cells(side: int, like: Tensor) -> Tensor:
+    """``[CELLS, side]``: each row averages its part of a side; a side with fewer places than cells repeats them."""
+    cell, place = torch.arange(CELLS, device=like.device)[:, None], torch.arange(side, device=like.device)
+    first, end = cell * side // CELLS, ((cell + 1) * side + CELLS - 1) // CELLS
+    inside = ((place >= first) & (place < end)).to(like.dtype)
+    return inside / inside.sum(1, keepdim=True)

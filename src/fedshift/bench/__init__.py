@@ -1,1 +1,0 @@
-"""Experiments, runs, results people can trust."""

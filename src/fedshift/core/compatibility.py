@@ -1,0 +1,61 @@
+"""Which methods meet which adapters: computed from what one deploys and the other needs, never listed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fedshift.core.adapter import Adapter
+from fedshift.core.arch import Arch
+from fedshift.core.method import Method
+from fedshift.core.registry import METHODS
+from fedshift.errors import UserError
+
+REASONS: Mapping[str, str] = {
+    "norm": "normalisation layers (for instance [model] norm = true)",
+    "batch-norm": "BatchNorm layers (for instance [model] norm = true)",
+    "erasers": "domain-shift erasers, which method 'fdse' makes of layers with BatchNorm ([model] norm = true)",
+    "stochastic": "a stochastic representation, which methods 'fedsr' and 'fedcir' have",
+}
+
+SLOTS: Mapping[str, str] = {
+    "generic": "a global head beside the personal one",
+    "global": "a global model beside the personal one",
+    "descriptors": "feature descriptors",
+    "rotation": "a rotation head",
+    "learned-loss": "a loss learnt for adapting",
+}
+
+
+def properties(arch: Arch) -> frozenset[str]:
+    """What a network has that somebody may need."""
+    there = {"norm": bool(arch.norm), "batch-norm": arch.has_batch_norm}
+    return arch.capabilities | {name for name, has in there.items() if has}
+
+
+def missing_for_method(name: str, needs: frozenset[str], arch: Arch) -> str | None:
+    """One sentence on why this method cannot run on this network, or None."""
+    lacking = sorted(needs - properties(arch))
+    if not lacking:
+        return None
+    return f"method {name!r} needs {REASONS[lacking[0]]}, which model {arch.name!r} does not have"
+
+
+def missing_for_pair(method: str, deploys: frozenset[str], adapter_name: str, adapter: Adapter) -> str | None:
+    """One sentence on why this adapter cannot follow this method, or None if the pair is valid."""
+    slots = sorted(adapter.slots() - deploys)
+    if slots:
+        wanted = ", ".join(SLOTS.get(slot, slot) for slot in slots)
+        able = [name for name, entry in METHODS.items() if adapter.slots() <= entry.make.deploys]
+        hint = f", but {', '.join(able)} would" if able else ""
+        return f"adapter {adapter_name!r} needs {wanted}, which method {method!r} does not deploy{hint}"
+    lacking = sorted(adapter.requirements() - properties(adapter.arch))
+    if lacking:
+        return f"adapter {adapter_name!r} needs {REASONS[lacking[0]]}, which model {adapter.arch.name!r} does not have"
+    return None
+
+
+def check_method(name: str, method: Method) -> None:
+    """Raise the sentence if there is one."""
+    reason = missing_for_method(name, method.needs, method.arch)
+    if reason:
+        raise UserError(reason)

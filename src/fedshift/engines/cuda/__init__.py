@@ -1,0 +1,1 @@
+"""CUDA graphs and convolution kernels of our own, for the vmapped engine."""

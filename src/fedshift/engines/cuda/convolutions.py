@@ -1,0 +1,238 @@
+"""Convolutions of stacked clients, each the way that is fastest.
+
+``vmap`` makes one convolution with K groups of the convolutions of K clients. cuDNN is good at those, but not where a group
+has few input channels, nor on maps of a few places, for which it has no kernel on tensor cores. Two other ways:
+
+- Patches: those of the images are written out, one row for each place, and multiplied with every client's kernels at once.
+- Implicit: kernels of our own read the patches where they lie (``implicit.py``), for ``precision = "fast"``.
+
+``benchmarks/convolutions.py`` measures all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fedshift.engines.cuda import trilinear
+from fedshift.engines.cuda.geometry import Geometry, Pair, places
+
+FEW_PLACES = 16  # cuDNN has no fast kernel for a map of so many
+SMALL_PATCH = 100  # numbers in a patch that is cheap to write out
+MOST_NUMBERS = 1 << 29  # in one layer's patches, which training keeps until it goes back
+CHANNELS = 32  # kernels of our own like channels in multiples of this (``implicit.SUM``), but for those of pictures
+PICTURES = 4  # channels that pictures have at most
+PICTURE_PATCH = 150  # numbers in a patch of a picture up to which they are faster
+ADDRESSABLE = 1 << 30  # numbers of a client's batch that they can count
+
+Shape: TypeAlias = tuple[int, int, int, int]  # of a batch of images, or kernels
+
+
+class StackedConvolutions(TorchFunctionMode):
+    """While it lasts, 2d convolutions go the way that is fastest for stacked clients.
+
+    ``stack`` is how many clients each call stands for: patches that would take too much memory are not written out.
+
+    >>> x, weight = torch.ones(2, 3, 8, 8), torch.ones(4, 3, 5, 5)
+    >>> with StackedConvolutions():
+    ...     F.conv2d(x, weight).shape
+    torch.Size([2, 4, 4, 4])
+    """
+
+    def __init__(self, stack: int = 1) -> None:
+        super().__init__()
+        self._stack = stack
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Every call of torch comes along here; nearly all go on as they are."""
+        if func is torch.conv2d or func is F.conv2d:
+            return _convolved(self._stack, *args, **(kwargs or {}))
+        if func is F.batch_norm:
+            return _normalised(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _convolved(
+    stack: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Pair = 1,
+    padding: int | str | Pair = 0,
+    dilation: int | Pair = 1,
+    groups: int = 1,
+) -> Tensor:
+    """``F.conv2d``, one way or another."""
+    fits = input.dim() == 4 and input.shape[1] == weight.shape[1]
+    if isinstance(padding, str) or pair(dilation) != (1, 1) or groups != 1 or not fits:
+        return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
+    strides, pads = pair(stride), pair(padding)
+    ours = trilinear.has_kernels(input.device, input.dtype)
+    way = fastest(stack, shape_of(input), shape_of(weight), strides, pads, ours)
+    return WAYS[way](input, weight, bias, strides, pads)
+
+
+def _normalised(input: Tensor, *rest: Any, **settings: Any) -> Tensor:
+    """``F.batch_norm`` of maps in any order of memory.
+
+    CUDA's refuses some that ``vmap`` makes, of maps that were joined (FDSE's erasers, DenseNets). It says so before it does
+    anything, and most are accepted, so that a copy is made where it must be and nowhere else.
+    """
+    try:
+        return F.batch_norm(input, *rest, **settings)
+    except RuntimeError:
+        return F.batch_norm(input.contiguous(), *rest, **settings)
+
+
+def fastest(stack: int, images: Shape, kernels: Shape, stride: Pair, padding: Pair, ours: bool) -> str:
+    """Which of ``WAYS`` is, for so many clients; ``ours`` says whether kernels of our own can be used.
+
+    >>> fastest(50, (64, 3, 32, 32), (32, 3, 5, 5), (1, 1), (2, 2), ours=False)
+    'patches'
+    >>> fastest(50, (64, 3, 32, 32), (32, 3, 5, 5), (1, 1), (2, 2), ours=True)
+    'implicit'
+    >>> fastest(50, (64, 32, 16, 16), (64, 32, 5, 5), (1, 1), (2, 2), ours=False)
+    'groups'
+    """
+    geometry = Geometry(images[2:], kernels[2:], stride, padding)
+    spots, patch = math.prod(geometry.places), math.prod(kernels[1:])
+    largest = images[0] * max(images[1], kernels[0]) * math.prod(geometry.frame)
+    ours = ours and stack > 1 and implicit_pays(kernels, stride) and largest < ADDRESSABLE
+    writable = stack * images[0] * spots * patch <= MOST_NUMBERS
+    if writable and (spots <= FEW_PLACES or (patch <= SMALL_PATCH and not ours)):
+        return "patches"
+    return "implicit" if ours else "groups"
+
+
+def implicit_pays(kernels: Shape, stride: Pair) -> bool:
+    """Whether kernels of our own are faster at convolutions with kernels of this shape, (D, C, R, S).
+
+    >>> implicit_pays((64, 32, 5, 5), (1, 1)), implicit_pays((32, 1, 5, 5), (1, 1)), implicit_pays((64, 32, 1, 1), (1, 1))
+    (True, True, False)
+    """
+    out, channels, tall, wide = kernels
+    first = channels <= PICTURES and channels * tall * wide <= PICTURE_PATCH
+    # on the way back, which pictures do not need, a stride means zeros between answers that cost as much as answers
+    later = channels % CHANNELS == 0 and stride == (1, 1)
+    return out % CHANNELS == 0 and tall * wide > 1 and (first or later)
+
+
+def by_patches(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
+    """A convolution as one product: patches (images and places, numbers of a patch) with kernels."""
+    down, across = padding
+    padded, size = F.pad(x, (across, across, down, down)), (weight.shape[2], weight.shape[3])
+    tall, wide = places((padded.shape[2], padded.shape[3]), size, stride)
+    answers = F.linear(_patches(padded, size, stride), weight.flatten(1), bias)
+    # vmap cannot make tensors in the order of memory that CUDA's BatchNorm would choose for channels last
+    return answers.reshape(len(x), tall, wide, len(weight)).permute(0, 3, 1, 2).contiguous()
+
+
+WAYS: Mapping[str, Callable[[Tensor, Tensor, Tensor | None, Pair, Pair], Tensor]] = {
+    "groups": F.conv2d,  # which vmap makes of it
+    "patches": by_patches,
+    "implicit": trilinear.convolution,
+}
+
+
+def shape_of(tensor: Tensor) -> Shape:
+    """Of four dimensions."""
+    one, two, three, four = tensor.shape
+    return one, two, three, four
+
+
+def pair(value: int | Sequence[int]) -> Pair:
+    """As torch reads it: one number stands for both.
+
+    >>> pair(2), pair((1, 2)), pair([3])
+    ((2, 2), (1, 2), (3, 3))
+    """
+    return (value, value) if isinstance(value, int) else (value[0], value[-1])
+
+
+class _Patches(torch.autograd.Function):
+    """The patches of images, a row for each; clients' images are those of one long batch."""
+
+    @staticmethod
+    def forward(x: Tensor, size: Pair, stride: Pair) -> Tensor:
+        views = x.unfold(2, size[0], stride[0]).unfold(3, size[1], stride[1])
+        return views.permute(0, 2, 3, 1, 4, 5).reshape(-1, x.shape[1] * size[0] * size[1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Pair, Pair], output: Tensor) -> None:  # noqa: ARG004
+        ctx.shape, ctx.size, ctx.stride = tuple(inputs[0].shape), inputs[1], inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
+        return _joined(slope, ctx.shape, ctx.size, ctx.stride), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return _patches(tangent, ctx.size, ctx.stride)
+
+    @staticmethod
+    def vmap(
+        info: Any,  # noqa: ARG004
+        in_dims: tuple[int, None, None],
+        x: Tensor,
+        size: Pair,
+        stride: Pair,
+    ) -> tuple[Tensor, int]:
+        stacked = x.movedim(in_dims[0], 0)
+        return _patches(stacked.flatten(0, 1), size, stride).unflatten(0, (len(stacked), -1)), 0
+
+
+class _Joined(torch.autograd.Function):
+    """The transpose of ``_Patches``: every pixel is the sum over its places in patches."""
+
+    @staticmethod
+    def forward(rows: Tensor, shape: Shape, size: Pair, stride: Pair) -> Tensor:
+        count, channels = shape[:2]
+        tall, wide = places(shape[2:], size, stride)
+        views = rows.reshape(count, tall, wide, channels, *size).permute(0, 3, 1, 2, 4, 5)
+        part = (count, channels, tall, shape[3], size[0])
+        columns = torch.ops.aten.unfold_backward(views.contiguous(), part, 3, size[1], stride[1])
+        joined: Tensor = torch.ops.aten.unfold_backward(columns, shape, 2, size[0], stride[0])
+        return joined
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Shape, Pair, Pair], output: Tensor) -> None:  # noqa: ARG004
+        ctx.shape, ctx.size, ctx.stride = inputs[1], inputs[2], inputs[3]
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None]:
+        return _patches(slope, ctx.size, ctx.stride), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return _joined(tangent, ctx.shape, ctx.size, ctx.stride)
+
+    @staticmethod
+    def vmap(
+        info: Any,  # noqa: ARG004
+        in_dims: tuple[int, None, None, None],
+        rows: Tensor,
+        shape: Shape,
+        size: Pair,
+        stride: Pair,
+    ) -> tuple[Tensor, int]:
+        stacked = rows.movedim(in_dims[0], 0)
+        whole = (len(stacked) * shape[0], *shape[1:])
+        return _joined(stacked.flatten(0, 1), whole, size, stride).unflatten(0, (len(stacked), -1)), 0
+
+
+def _patches(x: Tensor, size: Pair, stride: Pair) -> Tensor:
+    rows: Tensor = _Patches.apply(x, size, stride)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def _joined(rows: Tensor, shape: Shape, size: Pair, stride: Pair) -> Tensor:
+    images: Tensor = _Joined.apply(rows, shape, size, stride)  # type: ignore[no-untyped-call]
+    return images

@@ -1,0 +1,5 @@
+"""Many clients as one: states stacked along a new first dimension."""
+
+from fedshift.engines.vmapped.engine import Vmapped
+
+__all__ = ["Vmapped"]

@@ -1,0 +1,385 @@
+"""Many clients as one: states stacked along a new first dimension, ``torch.func.vmap`` over the step.
+
+Clients of different sizes are handled without a single padded sample. Each client has a queue of batches; those whose
+next batch has one size move together and the others wait (``joint.py``). A client's own order of batches never changes, so
+the result is the sequential engine's.
+
+On CUDA a step that recurs is captured into a graph and replayed (``graphs.py``). A graph has a fixed number of clients,
+so a smaller group is filled up with copies of one of its members, whose results are thrown away.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from fedshift.core.adapter import Adapter
+from fedshift.core.method import Method, Phase
+from fedshift.core.schedule import Plan, draw, fitting, seeds_for
+from fedshift.core.tree import Tree, map_tree, shapes, stack, to, unstack
+from fedshift.data.task import Client, Task
+from fedshift.engines import augment
+from fedshift.engines.base import Compute, Reply, Score
+from fedshift.engines.cuda.convolutions import StackedConvolutions, implicit_pays, pair, shape_of
+from fedshift.engines.cuda.graphs import Graphs, Step
+from fedshift.engines.cuda.trilinear import has_kernels
+from fedshift.engines.reference import (
+    Placement,
+    as_floats,
+    begin,
+    features_of,
+    hand_over,
+    moment,
+    schedule_of,
+    seeded,
+    still_valid,
+)
+from fedshift.engines.sequential import Sequential
+from fedshift.engines.vmapped.grouping import joint_steps
+from fedshift.engines.vmapped.streams import Lane, evaluate_lanes, suited
+
+# Samples a run works through before compiling its steps pays: it takes about half a minute and saves a fifth, but for
+# convolutions that kernels of our own are faster at, and which no compiler knows. A function of the settings and the
+# machine, never of the clock, so that a resumed run takes the same kernels.
+COMPILE_PAYS = 50_000_000
+MOST_METHODS = 4  # whose graphs are kept
+
+
+class Vmapped:
+    """Stacks up to ``max_clients`` clients; ``compile_step`` compiles from the first step, otherwise when it pays."""
+
+    def __init__(self, compute: Compute | None = None, max_clients: int = 256, compile_step: bool = False) -> None:
+        self.compute = compute or Compute()
+        self.max_clients = max_clients
+        self._placement = Placement(self.compute.device)
+        self._compile = compile_step
+        self._graphs = Graphs() if self.compute.device.type == "cuda" else None
+        self._task: Task | None = None
+        self._compiles: dict[Method, bool] = {}  # methods of this task, and whether their steps are compiled
+
+    def train(
+        self, method: Method, downs: Mapping[str, Tree], mines: Mapping[str, Tree], task: Task, plan: Plan
+    ) -> dict[str, Reply]:
+        """The local work of every client in ``downs``."""
+        here = self._placement(task)
+        if self._graphs is not None:
+            self._remember(self._graphs, method, task, _work(method, task, len(downs), plan))
+        alike: dict[object, list[str]] = {}  # clients that can be stacked
+        for name, down in downs.items():
+            alike.setdefault((shapes(down), shapes(mines.get(name, {}))), []).append(name)
+        replies: dict[str, Reply] = {}
+        for names in alike.values():
+            for start in range(0, len(names), self.max_clients):
+                some = names[start : start + self.max_clients]
+                clients = [here.client(name) for name in some]
+                received, kept = [downs[name] for name in some], [mines.get(name, {}) for name in some]
+                replies |= self._cohort(method, received, kept, clients, here, plan)
+        return {name: replies[name] for name in downs}
+
+    def evaluate(
+        self, adapter: Adapter, deployed: Mapping[str, Tree], task: Task, parts: Sequence[str], seed: int
+    ) -> dict[tuple[str, str], Score]:
+        """Scores by (client, part): streams that must be gone along side by side, the others as one large batch each."""
+        here = self._placement(task)
+        # a stream that the next one goes on from is not alone
+        carried = {part for part, later in pairwise(parts) if here.setting(later).reset == "never"}
+        side_by_side = [part for part in parts if part not in carried and suited(adapter, here.setting(part))]
+        others = [part for part in parts if part not in side_by_side]
+        scores = Sequential(self.compute, self._placement).evaluate(adapter, deployed, task, others, seed)
+        lanes = [Lane.of(adapter, here, client, part) for client in deployed for part in side_by_side]
+        if lanes:
+            with torch.no_grad():
+                scores |= evaluate_lanes(adapter, deployed, lanes, seed, self.compute)
+        return {(client, part): scores[client, part] for client in deployed for part in parts}
+
+    def close(self) -> None:
+        """Let go of captured graphs."""
+        if self._graphs is not None:
+            self._graphs.clear()
+
+    def _cohort(
+        self,
+        method: Method,
+        downs: Sequence[Tree],
+        mines: Sequence[Tree],
+        clients: Sequence[Client],
+        task: Task,
+        plan: Plan,
+    ) -> dict[str, Reply]:
+        """Stacked clients through all phases, and apart again."""
+        count = len(clients)
+        started = [method.client_init(down, mine) for down, mine in zip(downs, mines, strict=True)]
+        common = {slot: leaves for slot, leaves in started[0].items() if slot in method.common}
+        received = {slot: leaves for slot, leaves in downs[0].items() if slot in method.common}
+        state = stack([_without(one, common) for one in started])
+        features: dict[tuple[str, str], list[Tensor]] = {}
+        with seeded(method, plan.seed_for(clients[0].name, "layers")):
+            for phase in plan.phases:
+                features = still_valid(features, phase)
+                key = (phase.slot, phase.data)
+                if phase.inputs == "features" and key not in features:
+                    parts = [task.samples(client, phase.data) for client in clients]
+                    singles = zip(unstack(state, count), parts, strict=True)
+                    features[key] = [features_of(method, one, phase, part, self.compute) for one, part in singles]
+                cached = features[key] if phase.inputs == "features" else None
+                queues = _Queues(method, phase, clients, task, plan, self.compute, cached)
+                here = Compute(dtype=self.compute.dtype)  # many small tensors: stacked first, moved once
+                nows = [
+                    moment(method, task, client, plan, length, here)
+                    for client, length in zip(clients, queues.lengths, strict=True)
+                ]
+                begun = _begin(method, state, phase, nows, self.compute.device)
+                state = self._phase(method, begun, phase, queues, common)
+        if not plan.phases:  # nothing to train: nothing was logged
+            nothing = torch.zeros(count, dtype=self.compute.dtype, device=self.compute.device)
+            state = {**state, "log": {"loss": nothing, "steps": nothing}}
+        apart = vmap(
+            lambda s, d, m: hand_over(method, {**s, **common}, {**d, **received}, m, plan), randomness="different"
+        )
+        ups, kept = apart(state, stack([_without(down, received) for down in downs]), stack(mines))
+        sound = (_finite(ups, count, state) & _finite(kept, count, state)).tolist()
+        steps = state["log"]["steps"].tolist()
+        losses = (state["log"]["loss"] / state["log"]["steps"].clamp(min=1)).tolist()
+        own = unstack(kept, count)
+        if count < len(task.clients):  # a view would keep the whole stack alive until its last client trains again
+            own = [map_tree(torch.clone, mine) for mine in own]
+        rows = zip(clients, unstack(ups, count), own, losses, steps, sound, strict=True)
+        return {
+            client.name: Reply(up, mine, loss, int(taken), bool(fine) and loss - loss == 0)
+            for client, up, mine, loss, taken, fine in rows
+        }
+
+    def _phase(self, method: Method, state: Tree, phase: Phase, queues: _Queues, common: Tree) -> Tree:
+        """Run all queues dry."""
+        common = common if phase.trainable == frozenset() else {}  # a captured step would read an old round's
+        group = _Group(state, queues.count, borrowed=self._graphs is not None)
+        form = tuple((slot, name, leaf.shape[1:]) for slot, leaves in state.items() for name, leaf in leaves.items())
+        for size, members in joint_steps(queues.sizes):
+            rows = self._filled(members, queues.count)
+            group.choose(members, rows)
+            suited = fitting(phase, method.arch, size)
+            order = queues.take(members, rows, size)
+            our_way = self._graphs is not None and not self._compiles[method]
+            around = partial(StackedConvolutions, len(rows)) if our_way else nullcontext
+            step = _stacked_step(method, suited, queues, common, around)
+            if self._graphs is None or phase.trainable == frozenset():  # a fold is over before a graph would pay
+                group.state = step(group.state, order)
+            else:
+                key = (method, suited, queues.signature, form, len(rows))
+                group.state = self._graphs.step(key, size, step, group.state, order, self._compiles[method])
+        return group.everyone()
+
+    def _remember(self, graphs: Graphs, method: Method, task: Task, work: float) -> None:
+        """Graphs hold memory: another task, or more methods than a mixed federation has, and the old ones go."""
+        if task is not self._task or (method not in self._compiles and len(self._compiles) >= MOST_METHODS):
+            graphs.clear()
+            self._task, self._compiles = task, {}
+        self._compiles.setdefault(method, self._compile or compiling_pays(method, work, self.compute))
+
+    def _filled(self, members: list[int], count: int) -> list[int]:
+        """On CUDA groups come in few widths, so that few graphs are needed."""
+        if self._graphs is None or len(members) == count:
+            return members
+        width = min(count, 1 << (len(members) - 1).bit_length())
+        return members + members[:1] * (width - len(members))
+
+
+def compiling_pays(method: Method, samples: float, compute: Compute) -> bool:
+    """Whether the steps of a run over so many samples are compiled."""
+    if samples <= COMPILE_PAYS:
+        return False
+    layers = [layer for layer in method.arch.convolutions() if layer.groups == 1]
+    ours = any(implicit_pays(shape_of(layer.weight), pair(layer.stride)) for layer in layers)
+    return not (ours and has_kernels(compute.device, compute.dtype))
+
+
+def _work(method: Method, task: Task, clients: int, plan: Plan) -> float:
+    """About how many samples a run of such rounds works through."""
+    mean = sum(len(client.train) for client in task.clients) / len(task.clients)
+    total = 0.0
+    for phase in plan.phases:
+        steps = phase.steps if phase.steps is not None or phase.epochs is not None else method.train.local_steps
+        epochs = method.train.local_epochs if phase.epochs is None else phase.epochs
+        total += mean * epochs if steps is None else steps * method.train.batch_size
+    return total * clients * plan.now.rounds
+
+
+def _begin(
+    method: Method, state: Tree, phase: Phase, nows: Sequence[Mapping[str, Tensor]], device: torch.device
+) -> Tree:
+    """Fresh optimiser memory for every client: made for one, then repeated."""
+    first = {slot: {name: leaf[0] for name, leaf in leaves.items()} for slot, leaves in state.items()}
+    single = begin(method, first, phase, dict(nows[0]))
+    fresh = {slot: single[slot] for slot in ("optim", "log") if slot == "optim" or slot not in state}
+    repeated = map_tree(lambda leaf: leaf.expand(len(nows), *leaf.shape).clone(), fresh)
+    return {**state, **to({**repeated, **stack([{"now": dict(now)} for now in nows])}, device)}
+
+
+def _without(tree: Tree, slots: Tree) -> Tree:
+    return {slot: leaves for slot, leaves in tree.items() if slot not in slots}
+
+
+def _stacked_step(
+    method: Method, phase: Phase, queues: _Queues, common: Tree, around: Callable[[], AbstractContextManager[object]]
+) -> Step:
+    """A step from positions in the long index to moved states: gathering images is part of it, and of its graph."""
+
+    def one(state: Tree, batch: Mapping[str, Tensor]) -> Tree:
+        return _without(augment.step(method, {**state, **common}, batch, phase), common)
+
+    stacked = vmap(one, randomness="different")
+    part, dtype = queues.part, queues.compute.dtype
+
+    def step(state: Tree, order: Mapping[str, Tensor]) -> Tree:
+        span, where, features = order["span"], order["where"], order.get("features")
+        index = where[span]
+        x = as_floats(part.images[index], dtype) if features is None else features[span]
+        draws = {name: leaf for name, leaf in order.items() if name not in ("span", "where", "features")}
+        with around():
+            result: Tree = stacked(state, {"x": x, "y": part.labels[index], "index": part.ids[index], **draws})
+        return result
+
+    return step
+
+
+def _finite(tree: Tree, count: int, like: Tree) -> Tensor:
+    """One flag per stacked client: no NaN or infinity in its part of the tree."""
+    flags = [
+        leaf.isfinite().reshape(count, -1).all(1)
+        for leaves in tree.values()
+        for leaf in leaves.values()
+        if leaf.is_floating_point()
+    ]
+    return torch.stack(flags).all(0) if flags else torch.ones_like(like["log"]["loss"], dtype=torch.bool)
+
+
+class _Group:
+    """The clients that move now, stacked; regrouped only when other ones do."""
+
+    def __init__(self, state: Tree, count: int, borrowed: bool) -> None:
+        self._borrowed = borrowed  # a step's result belongs to a captured graph, which will overwrite it
+        self._everyone = list(range(count))
+        self._members, self._rows = self._everyone, self._everyone
+        self._full = state
+        self.state = state
+
+    def choose(self, members: list[int], rows: list[int]) -> None:
+        """Put the moved clients back and take these rows out."""
+        if (members, rows) == (self._members, self._rows):
+            return
+        if self._members == self._everyone:
+            self._full = map_tree(torch.clone, self.state) if self._borrowed else self.state
+        else:
+            moved = len(self._members)
+            places = self._index(self._members)
+            self._full = map_tree(lambda all_, some: all_.index_copy(0, places, some[:moved]), self._full, self.state)
+        self._members, self._rows = members, rows
+        index = self._index(rows)
+        self.state = self._full if rows == self._everyone else map_tree(lambda leaf: leaf[index], self._full)
+
+    def everyone(self) -> Tree:
+        """All clients where they are now, in tensors that nobody else will write to."""
+        self.choose(self._everyone, self._everyone)
+        return map_tree(torch.clone, self.state) if self._borrowed else self.state
+
+    def _index(self, rows: list[int]) -> Tensor:
+        return torch.tensor(rows, device=self._full["log"]["loss"].device)
+
+
+class _Queues:
+    """Every client's batches of one phase, in its own order: one long index on the device, and where each batch begins."""
+
+    def __init__(
+        self,
+        method: Method,
+        phase: Phase,
+        clients: Sequence[Client],
+        task: Task,
+        plan: Plan,
+        compute: Compute,
+        features: Sequence[Tensor] | None,
+    ) -> None:
+        parts = [task.samples(client, phase.data) for client in clients]
+        plans = [
+            schedule_of(method, phase, len(part), plan, client.name)
+            for part, client in zip(parts, clients, strict=True)
+        ]
+        orders = [order for order, _ in plans]
+        self.compute = compute
+        self.part = parts[0]  # the images are shared; only the index differs
+        self._sizes = [sizes for _, sizes in plans]
+        lengths = [len(order) for order in orders]
+        firsts = [0, *itertools.accumulate(lengths)]
+        self._begins = [
+            list(itertools.accumulate(sizes, initial=first)) for sizes, first in zip(self._sizes, firsts, strict=False)
+        ]
+        where = torch.cat([part.index[order] for part, order in zip(parts, orders, strict=True)]).to(compute.device)
+        self._constants = {"where": _padded(where)}
+        self._offsets: dict[int, Tensor] = {}
+        self._taken = [0] * len(parts)
+        self._wanted = augment.wanted(method, phase)
+        seeds = [seeds_for(list(self._wanted), plan, client.name, phase) for client in clients]
+        self._seeds = {n: torch.tensor([own[n] for own in seeds], device=compute.device) for n in self._wanted}
+        if features is not None:
+            ordered = [own[order.to(compute.device)] for own, order in zip(features, orders, strict=True)]
+            self._constants["features"] = _padded(torch.cat(ordered))
+
+    @property
+    def signature(self) -> tuple[int, int]:
+        """What a captured step depends on beside its inputs' values: where the images are, how long the index is."""
+        return id(self.part.images), len(self._constants["where"])
+
+    @property
+    def count(self) -> int:
+        """How many clients."""
+        return len(self._sizes)
+
+    @property
+    def sizes(self) -> Sequence[Sequence[int]]:
+        """Of each client's batches."""
+        return self._sizes
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many steps each client takes."""
+        return [len(sizes) for sizes in self._sizes]
+
+    def take(self, members: Sequence[int], rows: Sequence[int], size: int) -> dict[str, Tensor]:
+        """What a step of these rows needs (a filler repeats a member's), and the members' queues move on."""
+        begins = self._upload([self._begins[k][self._taken[k]] for k in rows])
+        if size not in self._offsets:
+            self._offsets[size] = torch.arange(size, device=self.compute.device)
+        order = {"span": begins[:, None] + self._offsets[size], **self._constants, **self._draws(rows, size)}
+        for k in members:
+            self._taken[k] += 1
+        return order
+
+    def _draws(self, rows: Sequence[int], size: int) -> dict[str, Tensor]:
+        if not self._wanted:
+            return {}
+        which = self._upload(rows).repeat_interleave(size)
+        steps = self._upload([self._taken[k] for k in rows]).repeat_interleave(size)
+        seeds: dict[str, int | Tensor] = {name: own[which] for name, own in self._seeds.items()}
+        ids = torch.arange(size, device=self.compute.device).repeat(len(rows))
+        flat = draw(self._wanted, seeds, ids, self.compute.dtype, steps)
+        return {name: leaf.reshape(len(rows), size, *leaf.shape[1:]) for name, leaf in flat.items()}
+
+    def _upload(self, numbers: Sequence[int]) -> Tensor:
+        """Numbers on the device without making the host wait for it."""
+        tensor = torch.tensor(numbers)
+        if self.compute.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.compute.device, non_blocking=True)
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """Filled up to a power of two, so that a captured graph serves rounds with other clients; the filling is never read."""
+    length = 1 << max(len(rows) - 1, 0).bit_length()
+    return torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])

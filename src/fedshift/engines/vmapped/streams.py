@@ -1,0 +1,121 @@
+"""Many test streams side by side: adapters that must go along a stream step by step go along all of them at once.
+
+A lane is one client's stream. Lanes are independent, so their states are stacked and one ``vmap`` of the adapter takes a
+step in each. Lanes whose next piece has one size move together and the others wait (``joint.py``); a lane's own order
+never changes, so the answers are the reference's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import vmap
+
+from fedshift.core.adapter import Adapter
+from fedshift.core.schedule import at_once
+from fedshift.core.tree import Tree, map_tree, shapes, stack
+from fedshift.data.streams import Setting
+from fedshift.data.task import Samples, Task
+from fedshift.engines.base import Compute, Density, Score
+from fedshift.engines.reference import chunks, draws_of, pixels
+from fedshift.engines.vmapped.grouping import joint_steps
+
+LONGEST = 64  # samples of a piece, for adapters that work through them one by one
+
+
+def suited(adapter: Adapter, setting: Setting) -> bool:
+    """Whether this adapter gains from company on such a stream, and the stream stands for itself."""
+    steps = adapter.sequential or adapter.batch is not None
+    return steps and adapter.stackable and not adapter.fits and setting.reset == "stream" and setting.passes == 1
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """A client's stream, cut into the pieces an adapter is given at once."""
+
+    client: str
+    part: str
+    samples: Samples
+    pieces: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(adapter: Adapter, task: Task, client: str, part: str) -> Lane:
+        """Pieces of the adapter's own size, or of few sizes where it does not matter."""
+        samples, setting = task.samples(task.client(client), part), task.setting(part)
+        pieces: list[Tensor] = []
+        for arrival in samples.index.split(setting.chunk or max(len(samples), 1)):
+            pieces += chunks(arrival, adapter.batch) if adapter.batch is not None else _powers(arrival)
+        return Lane(client, part, samples, tuple(pieces))
+
+
+def _powers(index: Tensor) -> list[Tensor]:
+    """Pieces of 64 samples, then 32, 16, ...: whatever the lengths of the lanes, their ends can go together too."""
+    full, rest = divmod(len(index), LONGEST)
+    ends = [1 << bit for bit in reversed(range(LONGEST.bit_length())) if rest >> bit & 1]
+    return list(index.split([LONGEST] * full + ends))
+
+
+def evaluate_lanes(
+    adapter: Adapter, deployed: Mapping[str, Tree], lanes: Sequence[Lane], seed: int, compute: Compute
+) -> dict[tuple[str, str], Score]:
+    """Scores by (client, part), for as many lanes together as memory likes."""
+    scores: dict[tuple[str, str], Score] = {}
+    ready = {lane: adapter.init(deployed[lane.client]) for lane in lanes if lane.pieces}
+    alike: dict[object, list[Lane]] = {}
+    for lane, state in ready.items():
+        own = lane.samples
+        alike.setdefault((shapes(state), id(own.images), id(own.labels), id(own.ids)), []).append(lane)
+    for group in alike.values():
+        longest = max(len(piece) for lane in group for piece in lane.pieces)
+        probe = pixels(group[0].samples.images, group[0].samples.index[:1], compute.dtype)
+        width = at_once(ready[group[0]]["model"], probe, longest)
+        group.sort(key=lambda lane: -len(lane.samples))  # lanes of one length start and end together
+        for start in range(0, len(group), width):
+            some = group[start : start + width]
+            scores |= _together(adapter, some, stack([ready[lane] for lane in some]), seed, compute)
+    for lane in lanes:
+        scores.setdefault((lane.client, lane.part), Score(0, 0, 0.0))
+    return scores
+
+
+def _together(
+    adapter: Adapter, lanes: Sequence[Lane], state: Tree, seed: int, compute: Compute
+) -> dict[tuple[str, str], Score]:
+    step = vmap(adapter.predict, randomness="different")
+    images, labels, ids = (getattr(lanes[0].samples, name) for name in ("images", "labels", "ids"))
+    correct = torch.zeros(len(lanes), dtype=torch.int64, device=compute.device)
+    loss = torch.zeros(len(lanes), dtype=torch.float64, device=compute.device)
+    told: dict[str, list[list[Tensor]]] = {name: [[] for _ in lanes] for name in adapter.telemetry}
+    taken = [0] * len(lanes)
+    for _, members in joint_steps([[len(piece) for piece in lane.pieces] for lane in lanes]):
+        index = torch.stack([lanes[k].pieces[taken[k]] for k in members])
+        rows = torch.tensor(members, device=compute.device)
+        everyone = len(members) == len(lanes)
+        own = state if everyone else map_tree(lambda leaf, rows=rows: leaf[rows], state)
+        x = pixels(images, index, compute.dtype).to(compute.device)
+        flat = draws_of(adapter, ids[index.flatten()], seed, compute)
+        draws = {name: leaf.unflatten(0, index.shape) for name, leaf in flat.items()}
+        output, moved = step(own, x, draws)
+        answers = labels[index].to(compute.device)
+        correct.index_add_(0, rows, (output.logits.argmax(-1) == answers).sum(1))
+        nll = F.cross_entropy(output.logits.flatten(0, 1), answers.flatten(), reduction="none")
+        loss.index_add_(0, rows, nll.double().unflatten(0, index.shape).sum(1))
+        for name, lists in told.items():
+            for k, values in zip(members, output.aux[name], strict=True):
+                lists[k].append(values)
+        state = moved if everyone else map_tree(lambda a, b, rows=rows: a.index_copy(0, rows, b), state, moved)
+        for k in members:
+            taken[k] += 1
+    return {
+        (lane.client, lane.part): Score(
+            len(lane.samples),
+            int(correct[k]),
+            float(loss[k]),
+            {name: Density.of(torch.cat(lists[k])) for name, lists in told.items()},
+        )
+        for k, lane in enumerate(lanes)
+    }

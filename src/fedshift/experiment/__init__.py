@@ -1,0 +1,1 @@
+"""What is run: a TOML file, its schema, and the presets that come with the package."""

@@ -1,0 +1,347 @@
+"""An experiment: a TOML file (or the same in Python) that says what is run. Unknown keys are errors."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from fedshift.errors import UserError
+from fedshift.experiment.files import assignment, copied, extended, override, presets, setting
+
+DEFAULT = "default"
+
+
+def _kebab(name: str) -> str:
+    return name.replace("_", "-")
+
+
+class Table(BaseModel):
+    """A TOML table: kebab-case keys, nothing unknown."""
+
+    model_config = ConfigDict(
+        extra="forbid", alias_generator=_kebab, populate_by_name=True, frozen=True, protected_namespaces=()
+    )
+
+
+class Named(BaseModel):
+    """A table that names a registered thing; its other keys are that thing's options, checked when it is made."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    def options(self) -> dict[str, Any]:
+        """The other keys, kebab-case."""
+        return {_kebab(key): value for key, value in (self.model_extra or {}).items()}
+
+
+def _folder_name(value: str) -> str:
+    """Labels and names are also names of folders and files."""
+    if "/" in value or "\\" in value or value.startswith(".") or value != value.strip() or not value.isprintable():
+        raise ValueError(f"{value!r} cannot name a folder: no slashes, no leading dot, no space around it")
+    return value
+
+
+Label = Annotated[str, AfterValidator(_folder_name)]
+
+
+class DataSpec(Table):
+    """``[data]``: where images come from."""
+
+    source: str = "embedded:digits"
+    columns: dict[str, str] = Field(default_factory=dict)
+    size: Annotated[int, Field(ge=1)] | None = None
+    channels: Literal[1, 3] = 3
+    mean: list[float] = Field(default_factory=lambda: [0.5])
+    std: list[Annotated[float, Field(gt=0)]] = Field(default_factory=lambda: [0.5])
+    domains: list[str] = Field(default_factory=list)  # keep these only
+    classes: list[str] = Field(default_factory=list)  # keep these only, in this order
+    limit: Annotated[int, Field(ge=1)] | None = None  # a random subset of so many images
+    seed: int | None = None  # of partition, split and shifts; default: the run's seed
+    needs: str = ""  # for people: what this is and where to get it
+
+    @model_validator(mode="after")
+    def _lengths(self) -> DataSpec:
+        for name in ("mean", "std"):
+            if len(getattr(self, name)) not in (1, self.channels):
+                raise ValueError(f"{name} must have 1 or {self.channels} values")
+        return self
+
+
+class PartitionSpec(Named):
+    """``[partition]``: who owns which image."""
+
+    kind: str = "by-domain"
+
+
+class StreamSpec(Named):
+    """``[[stream]]``: a named test stream."""
+
+    name: Label
+    kind: str
+
+
+class ModelSpec(Named):
+    """``[model]``: the network.
+
+    Of several, each may have a ``label``, which ``join --model`` knows it by.
+
+    >>> small = ModelSpec(name="lenet", width=16, label="small")
+    >>> small.label, small.options()
+    ('small', {'width': 16})
+    """
+
+    name: str = "cnn"
+
+    # among the options, so that networks without one are written down as they always were
+    @property
+    def label(self) -> str:
+        """What it is called, if not by its name."""
+        return str((self.model_extra or {}).get("label", ""))
+
+    def options(self) -> dict[str, Any]:
+        """The other keys, kebab-case."""
+        return {key: value for key, value in super().options().items() if key != "label"}
+
+
+class AdapterSpec(Named):
+    """An entry of a method's ``adapters``: a name, or a table with options.
+
+    >>> AdapterSpec(name="tent", lr=0.01, family="tent", paper={"original": 81.3}).title
+    'tent lr=0.01'
+    """
+
+    name: str
+    label: Label = ""
+    family: str = ""  # adapters of one family get one more row: for every client the best of them
+    paper: dict[str, Any] = Field(default_factory=dict)  # published numbers by stream, or by condition and stream
+
+    @field_validator("paper")
+    @classmethod
+    def _numbers(cls, value: dict[str, Any]) -> dict[str, Any]:
+        _check_paper(value)
+        return value
+
+    @property
+    def title(self) -> str:
+        """What its row and its file are called: its label, or its name with its options."""
+        options = " ".join(f"{key}={value}" for key, value in self.options().items())
+        return (self.label or f"{self.name} {options}".strip()).replace("/", "_")
+
+    def published(self, settings: Mapping[str, Any]) -> dict[str, float]:
+        """The published numbers that hold for an experiment with these settings, by stream.
+
+        >>> spec = AdapterSpec(name="none", paper={"mean": 70.0, "partition.alpha=1.0": {"original": 78.2}})
+        >>> spec.published({"partition": {"kind": "brfl", "alpha": 0.1}})
+        {'mean': 70.0}
+        >>> spec.published({"partition": {"kind": "brfl", "alpha": 1}})
+        {'mean': 70.0, 'original': 78.2}
+        """
+        return _holding(self.paper, settings)
+
+
+class MethodSpec(Named):
+    """``[[method]]``: a training method, its options, and the adapters its models meet."""
+
+    name: str
+    label: Label = ""
+    adapters: list[AdapterSpec] = Field(default_factory=lambda: [AdapterSpec(name="none")])
+    train: dict[str, Any] = Field(default_factory=dict)  # overrides of [train] for this method
+    model: dict[str, Any] = Field(default_factory=dict)  # overrides of [model]
+
+    @field_validator("adapters", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        if not isinstance(value, list) or not value:
+            raise ValueError("adapters must be a list of names or tables, at least one")
+        return [{"name": item} if isinstance(item, str) else item for item in value]
+
+    @model_validator(mode="after")
+    def _distinct(self) -> MethodSpec:
+        titles = [adapter.title for adapter in self.adapters]
+        twice = next((title for title in titles if titles.count(title) > 1), None)
+        if twice is not None:
+            raise ValueError(f"two adapters of {self.title!r} are called {twice!r}; give one of them another label")
+        return self
+
+    @property
+    def title(self) -> str:
+        """What the row is called."""
+        return self.label or self.name
+
+    def validated(self, evaluate: EvaluateSpec) -> list[AdapterSpec]:
+        """The adapters that choose a round of their own."""
+        return [adapter for adapter in self.adapters if evaluate.adapted and adapter.name != "none"]
+
+
+class EvaluateSpec(Table):
+    """``[evaluate]``: when and what is scored."""
+
+    every: Annotated[int, Field(ge=0)] = 10  # validation every so many rounds; 0: at the end only
+    oracle: bool = False  # also score test streams then, for the best-on-test bound nobody may choose by
+    after_local: bool = False  # also score clients right after one more local round
+    adapted: bool = False  # an adapter's round is the best on validation images after its own adaptation to them
+    mean_of: list[str] = Field(default_factory=list)  # streams whose mean is one more column
+    # features of so many test images of each client are saved; no dump has it: it decides nothing about a training
+    features: Annotated[int, Field(ge=0, exclude=True)] = 0
+
+
+class Experiment(Table):
+    """Task x network x methods x adapters x seeds.
+
+    >>> Experiment(rounds=2, method=[{"name": "fedavg"}]).method[0].title
+    'fedavg'
+    """
+
+    title: str = ""
+    name: Label = ""  # of the run folder; the file's name if it comes from a file
+    rounds: Annotated[int, Field(ge=0)] = 10
+    seeds: Annotated[list[int], Field(min_length=1)] = Field(default_factory=lambda: [0])
+    participation: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of clients in a round
+    precision: Literal["float32", "fast", "float64"] = "float32"
+    checkpoint_every: Annotated[int, Field(ge=1)] = 10
+    baselines: bool = True  # the rows local and finetune are always there, unless this is false
+    scale: Literal["full", "small"] = "full"
+    notes: list[str] = Field(default_factory=list)  # for people, under the table: why numbers differ from the paper's
+    data: DataSpec = Field(default_factory=DataSpec)
+    partition: PartitionSpec = Field(default_factory=PartitionSpec)
+    split: dict[str, Any] = Field(default_factory=dict)
+    rotation: dict[str, Any] = Field(default_factory=dict)
+    stream: list[StreamSpec] = Field(default_factory=lambda: [StreamSpec(name="original", kind="original")])
+    model: ModelSpec | list[ModelSpec] = Field(default_factory=ModelSpec)  # several: client i has number i mod n
+    train: dict[str, Any] = Field(default_factory=dict)
+    method: Annotated[list[MethodSpec], Field(min_length=1)] = Field(
+        default_factory=lambda: [MethodSpec(name="fedavg")]
+    )
+    evaluate: EvaluateSpec = Field(default_factory=EvaluateSpec)
+    sweep: dict[str, list[Any]] = Field(default_factory=dict)
+
+    @field_validator("notes", mode="before")
+    @classmethod
+    def _sentences(cls, value: Any) -> Any:
+        """A list, or a table of named notes, whose names let a file that extends this one replace or empty them."""
+        notes = list(value.values()) if isinstance(value, Mapping) else value
+        if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
+            raise ValueError("notes must be a list of sentences, or a table of named ones")
+        return [" ".join(note.split()) for note in notes if note.strip()]
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Experiment:
+        called = {
+            "streams": [stream.name for stream in self.stream],
+            "methods": [method.title for method in self.method],
+            "networks": [model.label for model in self.models if model.label],
+        }
+        for label in called["networks"]:
+            _folder_name(label)
+        for what, names in called.items():
+            twice = sorted({name for name in names if names.count(name) > 1})
+            if twice:
+                raise ValueError(f"two {what} are called {twice[0]!r}; give one of them another label")
+        for name in (s.name for s in self.stream):
+            if name in ("train", "val", "test", "public", "mean"):
+                raise ValueError(f"a stream cannot be called {name!r}")
+        mean, known = self.evaluate.mean_of, [s.name for s in self.stream]
+        for name in mean:
+            if name not in known:
+                raise ValueError(f"[evaluate] mean-of: there is no stream {name!r}; there are: {', '.join(known)}")
+            if mean.count(name) > 1:
+                raise ValueError(f"[evaluate] mean-of: stream {name!r} is named twice")
+        return self
+
+    @property
+    def models(self) -> list[ModelSpec]:
+        """The networks, one or several."""
+        return self.model if isinstance(self.model, list) else [self.model]
+
+    @classmethod
+    def parse(cls, table: Mapping[str, Any], where: str = "the experiment") -> Experiment:
+        """From nested dictionaries, with one sentence on the first thing that is wrong."""
+        try:
+            return cls.model_validate(dict(table))
+        except ValidationError as error:
+            raise UserError(f"{where}: {_sentence(error, cls)}") from None
+
+    @classmethod
+    def load(cls, source: str | Path | None = None, overrides: Sequence[str] = ()) -> Experiment:
+        """A TOML file, a preset's name, or nothing for the embedded default; with ``key=value`` overrides."""
+        table = extended(str(source) if source is not None else DEFAULT)
+        changes = [assignment(item) for item in overrides]
+        scale = next((value for key, value in reversed(changes) if key == ["scale"]), table.get("scale", "full"))
+        small = table.pop("small", {})
+        if scale == "small":
+            for key, value in small.items():
+                override(table, key.split("."), value)
+        for key, value in changes:
+            if key == ["extends"]:
+                raise UserError("extends belongs into a file, not on the command line")
+            if isinstance(table.get("sweep"), dict):
+                table["sweep"].pop(".".join(key), None)  # what is asked for here is not swept over
+            override(table, key, value)
+        if isinstance(table.get("sweep"), dict):
+            table["sweep"] = {key: values for key, values in table["sweep"].items() if values != []}
+        return cls.parse(table, str(source) if source else "the default experiment")
+
+    @classmethod
+    def of_data(cls, what: str, overrides: Sequence[str] = ()) -> Experiment:
+        """An experiment to look at the data of: a preset, a TOML file, or the default's on a Parquet file or folder."""
+        path = Path(what)
+        if what in presets() or path.suffix == ".toml" or not path.exists():
+            return cls.load(what, overrides)
+        scheme = (
+            "parquet" if path.suffix == ".parquet" or (path.is_dir() and any(path.rglob("*.parquet"))) else "folder"
+        )
+        source = [f"data.source={scheme}:{what}", f"name={path.stem}", f"title={what}", "data.needs="]
+        return cls.load(None, [*source, *overrides])
+
+    def variants(self) -> Iterator[tuple[dict[str, Any], Experiment]]:
+        """One experiment for each point of the sweep, with the values that make it."""
+        if not self.sweep:
+            yield {}, self
+            return
+        base = self.model_dump(by_alias=True, exclude={"sweep"})
+        base["evaluate"]["features"] = self.evaluate.features
+        for values in itertools.product(*self.sweep.values()):
+            point = dict(zip(self.sweep, values, strict=True))
+            table = copied(base)
+            for key, value in point.items():
+                override(table, key.split("."), value)
+            yield point, Experiment.parse(table, "sweep")
+
+
+def _check_paper(paper: Mapping[str, Any]) -> None:
+    for key, value in paper.items():
+        if isinstance(value, Mapping):
+            try:
+                assignment(key)
+            except UserError:
+                raise ValueError(f"{key!r} is no condition such as 'partition.alpha=0.1'") from None
+            _check_paper(value)
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"the number of stream {key!r} must be a number, not {value!r}")
+
+
+def _holding(paper: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, float]:
+    found = {key: float(value) for key, value in paper.items() if not isinstance(value, Mapping)}
+    for condition, inner in paper.items():
+        if isinstance(inner, Mapping):
+            key, wanted = assignment(condition)
+            if setting(settings, key) == wanted:
+                found |= _holding(inner, settings)
+    return found
+
+
+def _sentence(error: ValidationError, cls: type[BaseModel]) -> str:
+    """The first problem in plain words."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        close = difflib.get_close_matches(str(first["loc"][-1]), known, 1)
+        return f"unknown key {where!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+    message = first["msg"].removeprefix("Value error, ")
+    given = f", not {first['input']!r}" if first["type"] not in ("value_error", "missing") else ""
+    return f"{where}: {message[0].lower()}{message[1:]}{given}" if where else f"{message}{given}"

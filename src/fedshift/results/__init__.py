@@ -1,0 +1,1 @@
+"""What runs gave: score rows, tables, plots and pages, all of them views of run folders."""

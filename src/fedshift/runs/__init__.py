@@ -1,0 +1,1 @@
+"""From an experiment to run folders and served clients: plan, train, evaluate, open again."""

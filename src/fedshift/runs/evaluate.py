@@ -1,0 +1,205 @@
+"""Scores of a trained run: every adapter on every stream, and what is written beside the scores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import add
+from typing import Any
+
+import fedshift
+from fedshift.core.registry import ADAPTERS
+from fedshift.core.tree import Tree
+from fedshift.engines.base import Compute, Density, Engine, Score
+from fedshift.experiment.schema import AdapterSpec, Experiment
+from fedshift.runs.code import code_digest
+from fedshift.runs.deployment import save_welcome, welcome_file
+from fedshift.runs.features import lacking, save_features
+from fedshift.runs.plan import Job
+from fedshift.runs.progress import Reporter
+from fedshift.runs.session import Federation, Settled
+from fedshift.store.folder import NOTES
+from fedshift.store.rows import mean_over, metric_parts, summarise
+from fedshift.store.state import State
+
+
+def score(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
+    """What is not there yet: every adapter on the last state and on the one chosen by validation, features, a welcome."""
+    stored = job.folder.scores()
+    found = {name: rows[0] for name, rows in stored.items() if rows}
+    waiting = [spec for spec in job.setup.spec.adapters if not _scored(spec, found.get(spec.title))]
+    for spec in job.setup.spec.adapters:  # what is only written beside the scores may have changed
+        if spec not in waiting and (rows := _completed(stored[spec.title], spec, job.experiment)) != stored[spec.title]:
+            job.folder.write_scores(spec.title, rows)
+    title = job.title
+    featured = lacking(job)
+    choosers = ["", *(spec.title for spec in job.setup.spec.validated(job.experiment.evaluate))]
+    welcoming = not all((job.folder.path / welcome_file(name)).is_file() for name in choosers)
+    if not waiting and not featured and not welcoming:
+        return
+    federation = job.federation(engine, compute, say)
+    chosen = {name: job.folder.best(compute.device, name) for name in choosers}
+    best = chosen[""]  # of all adapters that did not choose for themselves
+    last = [job.folder.last(compute.device)] if waiting else []
+    models: dict[int, list[Served]] = {}
+    for state in (*last, *chosen.values()):
+        if state.round not in models:
+            say.doing(f"{title}: models of round {state.round}")
+            settled = federation.settled(state)
+            models[state.round] = _models(job, federation, state, settled, say)
+            for adapter in (name for name, own in chosen.items() if welcoming and own.round == state.round):
+                save_welcome(job, federation, state, settled, adapter)
+    for spec in waiting:
+        say.doing(f"{title}: adapter {spec.title}")
+        rounds = {"last": last[0].round, "best-val": chosen.get(spec.title, best).round}
+        by_round = {number: _rows(job, federation, spec, number, models[number]) for number in set(rounds.values())}
+        origin = {"seed": job.seed, "task-hash": job.task.hash, "fedshift": fedshift.__version__}
+        named = {"adapter": spec.name, "options": spec.options(), "code": code_digest(ADAPTERS[spec.name].make)}
+        scored = [
+            {"selection": rule, "round": number, **named, **row, **origin}
+            for rule, number in rounds.items()
+            for row in by_round[number]
+        ]
+        job.folder.write_scores(spec.title, _completed(scored, spec, job.experiment))
+    if featured:
+        say.doing(f"{title}: features")
+        own = [served.trees for served in models[best.round] if served.model == job.model]
+        save_features(job, federation, {name: tree for trees in own for name, tree in trees.items()}, best.round, say)
+
+
+def adapters_of(scores: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, AdapterSpec]:
+    """The adapters that a run was scored with, by label, ``none`` first.
+
+    >>> list(adapters_of({"a": [{"adapter": "tent", "options": {}}], "none": [{"adapter": "none", "options": {}}]}))
+    ['none', 'a']
+    """
+    first = {title: rows[0] for title, rows in scores.items() if rows}
+    return {
+        title: AdapterSpec(name=row["adapter"], label=title, **row["options"])
+        for title, row in sorted(first.items(), key=lambda item: (item[1]["adapter"] != "none", item[0]))
+    }
+
+
+def _rows(
+    job: Job, federation: Federation, spec: AdapterSpec, number: int, offered: Sequence[Served]
+) -> list[dict[str, Any]]:
+    """An adapter's scores on every stream; models that were just trained on labels are scored as they are."""
+    adapters, made = job.setup.adapters(spec, federation.moment(number)), list[dict[str, Any]]()
+    for served in offered:
+        if served.model == "after-local" and spec.name != "none":
+            continue
+        scores = federation.evaluate(adapters, served.trees, list(job.task.streams))
+        made += [
+            {**_row(served, stream, scores), "setting": asdict(job.task.setting(stream))} for stream in job.task.streams
+        ]
+    return made
+
+
+def _completed(scored: Sequence[Mapping[str, Any]], spec: AdapterSpec, experiment: Experiment) -> list[dict[str, Any]]:
+    """Scores with what follows from them or only labels them: means over streams, published numbers, the family.
+
+    None of it needs the models, so it is brought up to date without scoring again.
+    """
+    groups: dict[tuple[str, str, str], dict[str, Mapping[str, Any]]] = {}
+    for row in scored:
+        model, stream, population = metric_parts(row["metric"])
+        if stream != "mean":
+            groups.setdefault((row["selection"], model, population), {})[stream] = row
+    settings = experiment.model_dump(by_alias=True)
+    published = spec.published(settings)
+    tuned = spec.published({**settings, "split": {**settings["split"], "tune": True}})
+    validation = {key: number for key, number in tuned.items() if published.get(key) != number}
+    mean_of = experiment.evaluate.mean_of
+    completed: list[dict[str, Any]] = []
+    for (_, model, population), by_stream in groups.items():
+        rows = dict(by_stream)
+        if mean_of:
+            rows["mean"] = _mean_row(f"{model}/mean/{population}", [by_stream[name] for name in mean_of], mean_of)
+        for stream, row in rows.items():
+            labels = {
+                "paper": _first(published, _paper_keys(model, stream, population)),
+                "paper-validation": _first(validation, _paper_keys(model, stream, "clients")),
+                "family": spec.family or None,
+            }
+            plain = {key: value for key, value in row.items() if key not in labels}
+            completed.append({**plain, **{key: value for key, value in labels.items() if value is not None}})
+    return completed
+
+
+def _first(numbers: Mapping[str, float], keys: Sequence[str]) -> float | None:
+    return next((numbers[key] for key in keys if key in numbers), None)
+
+
+def _paper_keys(model: str, stream: str, population: str) -> list[str]:
+    """Under which names a published number may stand; the plain name of a stream is that of the clients who train."""
+    if model == "after-local":
+        return [f"after-local/{stream}"]
+    return [f"{stream}/{population}", *([stream] if population == "clients" else [])]
+
+
+def _mean_row(metric: str, rows: Sequence[Mapping[str, Any]], streams: Sequence[str]) -> dict[str, Any]:
+    shared = ("selection", "round", "adapter", "options", "code", "seed", "task-hash", "fedshift", "published-bytes")
+    same = {key: rows[0][key] for key in shared}
+    return {**same, "metric": metric, **mean_over(rows), "of": list(streams)}
+
+
+def annotate(job: Job) -> None:
+    """Notes lie beside the scores: they decide nothing, and may change after the run."""
+    path, text = job.folder.path / NOTES, "".join(f"{note}\n" for note in job.experiment.notes)
+    if not text:
+        path.unlink(missing_ok=True)
+    elif not path.is_file() or path.read_text() != text:
+        job.folder.write(NOTES, text)
+
+
+def _scored(spec: AdapterSpec, row: Mapping[str, Any] | None) -> bool:
+    """Whether these are scores of this adapter with these options, not only of one with the same label."""
+    wanted = json.loads(json.dumps([spec.name, spec.options(), code_digest(ADAPTERS[spec.name].make)]))
+    return row is not None and [row["adapter"], row["options"], row.get("code")] == wanted
+
+
+@dataclass(frozen=True)
+class Served:
+    """Models of a population, ready to be scored."""
+
+    model: str  # global, personal or after-local
+    population: str  # clients or unseen
+    trees: Mapping[str, Tree]
+    published: int = 0  # bytes that clients gave once, at the end
+
+
+def _models(job: Job, federation: Federation, state: State, settled: Settled, say: Reporter) -> list[Served]:
+    """The models that are scored."""
+    models = [Served(job.model, "clients", federation.deployed(state, settled), settled.published)]
+    if job.experiment.evaluate.after_local:
+        models.append(Served("after-local", "clients", federation.after_local(state)))
+    if job.task.unseen:
+        trees = federation.newcomers(state, settled)
+        models.append(Served(job.model, "unseen", trees, settled.published))
+        if not trees:
+            say.note(f"{job.setup.spec.title} has nothing to give to clients nobody has seen; that row is left out")
+    return [served for served in models if served.trees]
+
+
+def _row(served: Served, stream: str, scores: Mapping[tuple[str, str], Score]) -> dict[str, Any]:
+    own = {name: score for (name, part), score in scores.items() if part == stream}
+    told = _telemetry([score for score in own.values() if score.samples])
+    return {
+        "metric": f"{served.model}/{stream}/{served.population}",
+        **summarise(own).as_dict(),
+        "published-bytes": served.published,
+        "by-client": {name: [score.samples, score.correct, round(score.loss, 4)] for name, score in own.items()},
+        **({"telemetry": told} if told else {}),
+    }
+
+
+def _telemetry(scores: Sequence[Score]) -> dict[str, dict[str, Any]]:
+    """What an adapter told about itself, over the samples of all clients."""
+    parts: dict[str, list[Density]] = {}
+    for score in scores:
+        for name, density in score.telemetry.items():
+            parts.setdefault(name, []).append(density)
+    whole = {name: reduce(add, densities) for name, densities in parts.items()}
+    return {name: {"mean": density.mean, "counts": list(density.counts)} for name, density in whole.items()}

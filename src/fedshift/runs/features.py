@@ -1,0 +1,79 @@
+"""What deployed models make of some test images, saved with a run (``[evaluate] features``), and t-SNE of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fedshift.core.adapter import Adapter
+from fedshift.core.tree import Tree
+from fedshift.data.streams import Setting
+from fedshift.data.task import Samples, Task
+from fedshift.engines.base import Compute
+from fedshift.engines.reference import predictions
+from fedshift.runs.plan import Job
+from fedshift.runs.progress import Reporter
+from fedshift.runs.session import Federation
+from fedshift.store.features import PREFERRED, Features, Wanted, header_of, positions_of
+from fedshift.store.folder import FEATURES
+
+
+def stream_of(task: Task) -> str:
+    """Where the images come from: the stream ``original``, or else the first one; test images if there is none."""
+    return PREFERRED if PREFERRED in task.streams else next(iter(task.streams), "test")
+
+
+def wanted_by(job: Job) -> Wanted:
+    """What an experiment asks for."""
+    return Wanted(job.experiment.evaluate.features, stream_of(job.task), job.seed, job.task.hash)
+
+
+def lacking(job: Job) -> bool:
+    """Whether a run should have features and has none, or those of other images."""
+    if not job.experiment.evaluate.features:
+        return False
+    try:
+        with safe_open(job.folder.path / FEATURES, framework="pt") as file:
+            facts = header_of(file.metadata())
+    except (OSError, SafetensorError, LookupError, ValueError):
+        return True
+    return {key: facts.get(key) for key in Wanted.__dataclass_fields__} != asdict(wanted_by(job))
+
+
+def save_features(job: Job, federation: Federation, trees: Mapping[str, Tree], round_: int, say: Reporter) -> None:
+    """Save the features of every client that has a deployed model, all or nothing."""
+    wanted = wanted_by(job)
+    clients = [job.task.client(name) for name in trees]
+    plain = {c.name: job.setup.plain[arch] for arch, members in federation.by_arch(clients).items() for c in members}
+    chosen: dict[str, Tensor] = {}
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    for client in clients:
+        samples = job.task.samples(client, wanted.stream)
+        chosen[client.name] = positions_of(len(samples), wanted.at_most, job.seed, client.name)
+        few = replace(samples, index=samples.index[chosen[client.name]])
+        if len(few):
+            parts.append(_outputs(plain[client.name], trees[client.name], few, federation.compute))
+    widths = sorted({features.shape[1] for features, _, _ in parts})
+    if len(widths) != 1:
+        why = f"networks give {' and '.join(map(str, widths))} features" if widths else "there are no test images"
+        say.note(f"{job.title}: no features are saved, because {why}")
+        return
+    owners = torch.tensor([number for number, own in enumerate(chosen.values()) for _ in own])
+    features, labels, answers = (torch.cat(part) for part in zip(*parts, strict=True))
+    strangers = tuple(client.name for client in job.task.unseen if client.name in chosen)
+    positions = torch.cat(list(chosen.values()))
+    names, classes = tuple(chosen), job.task.classes
+    made = Features(features, labels, answers, owners, positions, names, strangers, classes, round_, wanted)
+    job.folder.write(FEATURES, made.as_bytes())
+
+
+def _outputs(adapter: Adapter, deployed: Tree, samples: Samples, compute: Compute) -> tuple[Tensor, Tensor, Tensor]:
+    """Features, labels and predictions of these images, without adaptation, in inference mode."""
+    shown = list(predictions(adapter, deployed, samples, Setting("stored"), 0, compute))
+    features = torch.cat([output.features.flatten(1) for output, _, _ in shown])
+    answers = torch.cat([output.logits.argmax(1) for output, _, _ in shown])
+    return features.float().cpu(), torch.cat([labels for _, labels, _ in shown]).cpu(), answers.cpu()

@@ -1,0 +1,34 @@
+"""All that runs still lack: training, scores, costs, notes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from fedshift.engines.base import Compute, Engine
+from fedshift.runs.evaluate import annotate, score
+from fedshift.runs.flops import count
+from fedshift.runs.plan import Job
+from fedshift.runs.progress import Reporter
+from fedshift.runs.train import train
+from fedshift.store.costs import measured, published_by
+from fedshift.store.folder import COSTS
+
+
+def finish(jobs: Sequence[Job], engine: Engine, compute: Compute, resume: bool, say: Reporter) -> None:
+    """Train these runs together, then bring the scores and the ledger of each up to date; what is there stays."""
+    train(jobs, engine, compute, resume, say)
+    for job in jobs:
+        score(job, engine, compute, say)
+        _account(job, engine, compute, say)
+        annotate(job)
+
+
+def _account(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
+    """The cost ledger: what can be counted, and what all rounds, also those before an interruption, were like."""
+    if job.folder.costs() is not None:
+        return
+    say.doing(f"{job.title}: counting costs")
+    counted = count(job.federation(engine, compute, say), job.rounds)
+    costs = measured(counted, job.folder.lines(), published_by(job.folder.scores()))
+    job.folder.write(COSTS, json.dumps(costs.as_dict(), indent=1) + "\n")

@@ -1,0 +1,170 @@
+"""From an experiment's words to the objects they name; everything that can be wrong is found here, before training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from fedshift.core import rng
+from fedshift.core.adapter import Adapter
+from fedshift.core.arch import Arch
+from fedshift.core.compatibility import check_method, missing_for_pair
+from fedshift.core.method import Method, Now, Train
+from fedshift.core.registry import ADAPTERS, METHODS, MODELS, with_options
+from fedshift.data.concept import Rotation
+from fedshift.data.partition import PARTITIONS
+from fedshift.data.pool import Pool
+from fedshift.data.sources import load
+from fedshift.data.streams import STREAMS
+from fedshift.data.task import Splitting, Task, build, task_hash
+from fedshift.errors import UserError
+from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec, ModelSpec
+
+Network: TypeAlias = nn.Module | Callable[[], nn.Module]
+PRECISIONS = {"float32": torch.float32, "fast": torch.float32, "float64": torch.float64}
+
+
+def cache_folder() -> Path:
+    """Where decoded sources and made tasks are kept: ``$FEDSHIFT_CACHE``, or the user's cache folder."""
+    given = os.environ.get("FEDSHIFT_CACHE")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedshift"
+
+
+def make_task(experiment: Experiment, seed: int, data: Pool | Task | None = None) -> Task:
+    """The task of one seed. ``data`` replaces the experiment's source: a pool to divide, or a whole task.
+
+    >>> task = make_task(Experiment(), seed=0)
+    >>> len(task.clients)
+    5
+    """
+    if isinstance(data, Task):
+        return replace(data, hash=task_hash(data))
+    spec = experiment.data
+    cache = cache_folder()
+    partition = with_options(
+        _found(PARTITIONS, "partition", experiment.partition.kind),
+        f"partition {experiment.partition.kind!r}",
+        experiment.partition.options(),
+    )
+    streams = {
+        stream.name: with_options(
+            _found(STREAMS, "stream kind", stream.kind), f"stream {stream.name!r}", stream.options()
+        )
+        for stream in experiment.stream
+    }
+    splitting = with_options(Splitting, "[split]", experiment.split)
+    rotation = with_options(Rotation, "[rotation]", experiment.rotation)
+    data_seed = seed if spec.seed is None else spec.seed
+    pool = data if data is not None else load(spec.source, spec.columns or None, spec.size, spec.channels, cache)
+    pool = pool.only(spec.domains, spec.classes)
+    if spec.limit is not None and spec.limit < len(pool):
+        pool = pool.take(rng.permutation(rng.seed_of(data_seed, "limit"), len(pool))[: spec.limit].sort().values)
+    shape = tuple(pool.images.shape[1:])
+
+    def another(source: str, columns: Mapping[str, str]) -> Pool:
+        if shape[1] != shape[2]:
+            raise UserError(f"images of {source} can join square ones only, not {shape[2]}x{shape[1]}; set [data] size")
+        return load(source, columns or None, int(shape[1]), int(shape[0]), cache)
+
+    return build(pool, partition, splitting, streams, data_seed, cache, rotation, another)
+
+
+def _found(table: Mapping[str, Any], noun: str, name: str) -> Any:
+    if name not in table:
+        raise UserError(f"there is no {noun} {name!r}; there are: {', '.join(sorted(table))}")
+    return table[name]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A method with its networks, ready to train on one task."""
+
+    spec: MethodSpec
+    methods: Mapping[str, Method]  # by architecture; all but mixed federations have one
+    train: Train
+
+    @property
+    def method(self) -> Method:
+        """The method on the first architecture; the server half is called on it."""
+        return next(iter(self.methods.values()))
+
+    def of(self, number: int) -> tuple[str, Method]:
+        """The architecture's name and method of client ``number``."""
+        names = list(self.methods)
+        name = names[max(number, 0) % len(names)]
+        return name, self.methods[name]
+
+    @cached_property
+    def plain(self) -> dict[str, Adapter]:
+        """No adaptation, by architecture."""
+        return self.adapters(AdapterSpec(name="none"))
+
+    def adapters(self, spec: AdapterSpec, now: Now | None = None) -> dict[str, Adapter]:
+        """An adapter of models of this moment (the start, if none is given), by architecture."""
+        return {name: self.adapter(spec, method, now) for name, method in self.methods.items()}
+
+    def adapter(self, spec: AdapterSpec, method: Method, now: Now | None = None) -> Adapter:
+        """An adapter on a method's deployed models; raises if the pair is not valid."""
+        cls = ADAPTERS[spec.name].make
+        adapter = with_options(cls, f"adapter {spec.name!r}", spec.options(), arch=method.arch, forward=method.forward)
+        reason = missing_for_pair(self.spec.title, method.deploys, spec.name, adapter)
+        if reason:
+            raise UserError(reason)
+        return adapter.at(self.train.lr * (1.0 if now is None else now.decay(self.train)))
+
+
+def make_setup(experiment: Experiment, spec: MethodSpec, task: Task, network: Network | None = None) -> Setup:
+    """A method of an experiment, built on its networks and checked with all its adapters."""
+    train = with_options(Train, "[train]", {**experiment.train, **spec.train})
+    cls = METHODS[spec.name].make
+    methods: dict[str, Method] = {}
+    for model in experiment.models:
+        backbone = make_arch(experiment, model, spec.model, task, network)
+        # a wrong option is named before it changes the network
+        checked = with_options(cls, f"method {spec.name!r}", spec.options(), arch=backbone, train=train)
+        typed = {key: getattr(checked, key.replace("-", "_")) for key in spec.options()}
+        arch = cls.build(backbone, typed)
+        made = with_options(cls, f"method {spec.name!r}", spec.options(), arch=arch, train=train)
+        check_method(spec.name, made)
+        name = model.label or arch.name
+        methods[name if name not in methods else f"{name}-{len(methods)}"] = made
+    setup = Setup(spec, methods, train)
+    for adapter in spec.adapters:
+        for method in methods.values():
+            setup.adapter(adapter, method)
+    return setup
+
+
+def make_arch(
+    experiment: Experiment, model: ModelSpec, changes: Mapping[str, Any], task: Task, network: Network | None
+) -> Arch:
+    """The backbone: the experiment's model, or the user's own network."""
+    mean, std = experiment.data.mean, experiment.data.std
+    if network is not None:
+        arch = Arch.of(network, task.shape, mean=mean, std=std)
+    else:
+        options = {**model.options(), **changes}
+        maker = with_options(MODELS[model.name].make, f"model {model.name!r}", options)
+        shape, classes = task.shape, len(task.classes)  # the function below must not hold on to the task's images
+        arch = Arch.of(lambda: maker.make(shape, classes), shape, name=model.name, mean=mean, std=std)
+    if arch.classes < len(task.classes):
+        raise UserError(
+            f"network {arch.name!r} gives {arch.classes} logits, but the data have {len(task.classes)} classes"
+        )
+    return arch
+
+
+def with_baselines(experiment: Experiment) -> list[MethodSpec]:
+    """The experiment's methods, and before them the rows that are always there."""
+    present = {spec.name for spec in experiment.method}
+    wanted = [] if not experiment.baselines or len(experiment.models) > 1 else ["local", "finetune"]
+    return [*(MethodSpec(name=name) for name in wanted if name not in present), *experiment.method]

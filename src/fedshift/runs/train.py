@@ -1,0 +1,216 @@
+"""Training of runs, from the start or the last checkpoint to the last round; on a GPU several of them side by side."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import fedshift
+from fedshift.core.tree import Tree
+from fedshift.engines.base import Compute, Engine
+from fedshift.engines.vmapped import Vmapped
+from fedshift.engines.vmapped.multi_seed import Together, share_images
+from fedshift.runs.plan import Job
+from fedshift.runs.progress import Reporter
+from fedshift.runs.session import Federation, RoundReport, step_together
+from fedshift.store.folder import Progress
+from fedshift.store.rows import summarise
+from fedshift.store.state import State
+from fedshift.store.toml import toml_text
+
+DATA = {"data", "partition", "split", "stream", "rotation", "seeds", "sweep", "evaluate"}  # what a stack may differ in
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run under way."""
+
+    job: Job
+    federation: Federation
+    state: State
+    progress: Progress
+    started: float
+    diverged: frozenset[str] = frozenset()  # said once; metrics.jsonl has every round
+
+    @property
+    def finished(self) -> bool:
+        """Whether no round is left."""
+        return self.state.round >= self.job.rounds
+
+
+def groups(jobs: Sequence[Job], engine: Engine, compute: Compute) -> list[list[Job]]:
+    """Runs that are trained together: the same method on the same images under other seeds, as many as one stack holds.
+
+    Only on a GPU, which a few clients leave idle; elsewhere every run is on its own.
+    """
+    if not isinstance(engine, Vmapped) or compute.device.type != "cuda":
+        return [[job] for job in jobs]
+    return stackable(jobs, engine.max_clients)
+
+
+def stackable(jobs: Sequence[Job], most: int) -> list[list[Job]]:
+    """Runs that can share a stack of at most ``most`` clients, in the order of their first ones."""
+    made: list[list[Job]] = []
+    for job in jobs:
+        fitting = (group for group in made if _alike(group[0], job) and _clients(group) + _clients([job]) <= most)
+        group = next(fitting, None)
+        if group is None:
+            made.append([job])
+        else:
+            group.append(job)
+    return made
+
+
+def _clients(jobs: Sequence[Job]) -> int:
+    return sum(len(job.task.clients) for job in jobs)
+
+
+def _alike(one: Job, other: Job) -> bool:
+    """Whether two runs differ in nothing but their seed and who owns which images."""
+    plain = all(
+        len(job.setup.methods) == 1 and not job.setup.method.arch.is_random and not job.setup.method.common
+        for job in (one, other)
+    )
+    settings = [
+        [job.setup.spec.model_dump(), job.experiment.model_dump(exclude=DATA), job.rounds, len(job.task.clients)]
+        for job in (one, other)
+    ]
+    return plain and settings[0] == settings[1] and share_images([one.task, other.task])
+
+
+def train(jobs: Sequence[Job], engine: Engine, compute: Compute, resume: bool, say: Reporter) -> None:
+    """All rounds of runs of one group; those that are further wait for the others."""
+    for job in (job for job in jobs if job.folder.done):
+        say.skip(job.title, job.rounds)
+    under_way = [_begun(job, engine, compute, resume, say) for job in jobs if not job.folder.done]
+    stacks: dict[tuple[int, ...], Together] = {}
+    while waiting := [k for k, training in enumerate(under_way) if not training.finished]:
+        behind = min(under_way[k].state.round for k in waiting)
+        moving = tuple(k for k in waiting if under_way[k].state.round == behind)
+        federations, states = [under_way[k].federation for k in moving], [under_way[k].state for k in moving]
+        if len(moving) == 1:
+            after = [federations[0].step(states[0])]
+        else:
+            if moving not in stacks:
+                stacks = {moving: Together([federation.training for federation in federations])}
+            after = step_together(federations, states, stacks[moving])
+        for k, (state, report) in zip(moving, after, strict=True):
+            under_way[k] = _advanced(under_way[k], state, report, say)
+    for training in under_way:
+        _conclude(training, compute)
+
+
+def _begun(job: Job, engine: Engine, compute: Compute, resume: bool, say: Reporter) -> Training:
+    federation = job.federation(engine, compute, say)
+    own = job.rounds - job.experiment.rounds
+    stated = f"{job.title} ({job.experiment.rounds} rounds and {own} of its own)" if own else job.title
+    if resume and job.folder.checkpoints():
+        state, progress = job.folder.restore(compute.device)
+        say.begin(stated, state.round, job.rounds)
+    else:
+        state, progress = federation.start(), Progress()
+        job.folder.begin(toml_text(job.config))
+        say.begin(stated, 0, job.rounds)
+        job.folder.checkpoint(state, progress)
+    return Training(job, federation, state, progress, time.perf_counter())
+
+
+def _advanced(training: Training, state: State, report: RoundReport, say: Reporter) -> Training:
+    """Write down a round, validate and keep a checkpoint where they are due."""
+    job, folder, variant = training.job, training.job.folder, training.job.experiment
+    folder.log(_line(state.round, report))
+    progress = replace(training.progress, lines=training.progress.lines + 1)
+    for name in (name for name in report.left_out if name not in training.diverged):
+        say.note(f"{job.title}: client {name!r} was left out of round {state.round}, its loss or update is not finite")
+    if _due(state.round, variant.evaluate.every, job.rounds):
+        progress = _validate(job, training.federation, state, progress)
+    if _due(state.round, variant.checkpoint_every, job.rounds):
+        folder.checkpoint(state, progress)
+    say.round(job.title, state.round, report.loss, progress.best)
+    diverged = training.diverged | frozenset(report.left_out)
+    return replace(training, state=state, progress=progress, diverged=diverged)
+
+
+def _conclude(training: Training, compute: Compute) -> None:
+    job, progress = training.job, training.progress
+    if job.rounds == 0:
+        progress = _validate(job, training.federation, training.state, progress)
+        job.folder.checkpoint(training.state, progress)
+    facts = {
+        "fedshift": fedshift.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "task-hash": job.task.hash,
+        "seed": job.seed,
+        "rounds": job.rounds,
+        "extra-rounds": job.rounds - job.experiment.rounds,
+        "best-round": progress.best_round,
+        "device": str(compute.device),
+        "seconds": round(time.perf_counter() - training.started, 3),
+    }
+    job.folder.write("done", json.dumps(facts, indent=1) + "\n")
+
+
+def _due(round_: int, every: int, rounds: int) -> bool:
+    return round_ == rounds or (every > 0 and round_ % every == 0)
+
+
+def _line(round_: int, report: RoundReport) -> dict[str, Any]:
+    return {
+        "round": round_,
+        "train/loss": report.loss,
+        "participants": report.participants,
+        "left-out": list(report.left_out),
+        "bytes-down": report.bytes_down,
+        "bytes-up": report.bytes_up,
+        "seconds": round(report.seconds, 4),
+        **report.memory,
+        **{f"server/{name}": value if math.isfinite(value) else None for name, value in report.told.items()},
+    }
+
+
+def _validate(job: Job, federation: Federation, state: State, progress: Progress) -> Progress:
+    """Score validation data (and test streams for the oracle), and keep the state if it is the best so far."""
+    parts = ["val", *(job.task.streams if job.experiment.evaluate.oracle else ())]
+    started = time.perf_counter()
+    deployed = federation.deployed(state)
+    scores = federation.evaluate(job.setup.plain, deployed, parts)
+    model = job.model
+    by_part = {part: {name: score for (name, p), score in scores.items() if p == part} for part in parts}
+    line: dict[str, Any] = {"round": state.round}
+    for part, own in by_part.items():
+        line[f"{model}/{part}/clients"] = summarise(own).as_dict()
+    line["seconds"] = round(time.perf_counter() - started, 4)
+    job.folder.log(line)
+    accuracy = summarise(by_part["val"]).all
+    progress = replace(progress, lines=progress.lines + 1)
+    if state.round < job.chosen_from:
+        return progress
+    if accuracy > progress.best:  # never true without validation data: NaN
+        job.folder.save_best(state)
+        progress = replace(progress, best=accuracy, best_round=state.round)
+    return _validate_adapted(job, federation, state, deployed, progress)
+
+
+def _validate_adapted(
+    job: Job, federation: Federation, state: State, deployed: Mapping[str, Tree], progress: Progress
+) -> Progress:
+    """The same after every adapter's own, label-free adaptation to the validation images, where that chooses its round."""
+    for spec in job.setup.spec.validated(job.experiment.evaluate):
+        started = time.perf_counter()
+        scores = federation.evaluate(job.setup.adapters(spec, federation.now(state)), deployed, ["val"])
+        reached = summarise({name: score for (name, _), score in scores.items()})
+        line = {"round": state.round, "adapter": spec.title, "val": reached.as_dict()}
+        job.folder.log({**line, "seconds": round(time.perf_counter() - started, 4)})
+        progress = replace(progress, lines=progress.lines + 1)
+        if reached.all > progress.adapted.get(spec.title, float("-inf")):
+            job.folder.save_best(state, spec.title)
+            progress = replace(progress, adapted={**progress.adapted, spec.title: reached.all})
+    return progress

@@ -1,0 +1,193 @@
+"""A run on disk: one seed of one method, in a folder that can be killed at any moment and gone on with.
+
+``config.toml`` says what it is, ``metrics.jsonl`` has a line for every round and evaluation, ``ckpt-*.safetensors`` is
+the newest state, ``best.safetensors`` the state that was best on validation (``best/*.safetensors`` those that were after
+an adapter's own adaptation), ``adapters/*.jsonl`` the scores, and ``done`` appears last. ``costs.json`` is the cost
+ledger; ``notes.txt`` says why numbers differ from a paper's; ``features.safetensors`` has features of some test images,
+if they were asked for; ``welcome.safetensors`` is what clients nobody has seen are served from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from fedshift.errors import UserError
+from fedshift.store.state import State
+from fedshift.store.trees import load, save
+
+NOTES = "notes.txt"  # one a line
+COSTS = "costs.json"
+FEATURES = "features.safetensors"
+WELCOME = "welcome.safetensors"
+CHECKPOINT = "ckpt-{:06d}.safetensors"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a checkpoint knows beside the state."""
+
+    lines: int = 0  # of metrics.jsonl
+    best: float = float("-inf")  # validation accuracy
+    best_round: int = -1
+    adapted: Mapping[str, float] = field(default_factory=dict)  # by adapter: validation accuracy after its adaptation
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths and atomic writes of one run."""
+
+    path: Path
+
+    @staticmethod
+    def of(out: Path, experiment: str, method: str, seed: int, config: Mapping[str, Any]) -> RunFolder:
+        """``out/experiment/method/seed-hash``; the hash covers everything that decides what is trained."""
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:8]
+        return RunFolder(out / experiment / method / f"{seed}-{digest}")
+
+    @property
+    def done(self) -> bool:
+        """Whether training has ended."""
+        return (self.path / "done").is_file()
+
+    def checkpoints(self) -> list[Path]:
+        """Oldest first."""
+        return sorted(self.path.glob("ckpt-*.safetensors"))
+
+    def begin(self, config: str) -> None:
+        """Make the folder, empty of an earlier attempt."""
+        (self.path / "adapters").mkdir(parents=True, exist_ok=True)
+        files = (self.path / name for name in ("best.safetensors", COSTS, FEATURES, WELCOME))
+        by_adapter = (
+            self.path.glob(names) for names in ("adapters/*.jsonl", "best/*.safetensors", "welcome/*.safetensors")
+        )
+        for old in (*self.checkpoints(), *files, *itertools.chain(*by_adapter)):
+            old.unlink(missing_ok=True)
+        self.write("metrics.jsonl", "")
+        self.write("config.toml", config)
+
+    def checkpoint(self, state: State, progress: Progress) -> None:
+        """Save the state, then forget older ones."""
+        older = self.checkpoints()
+        target = self.path / CHECKPOINT.format(state.round)
+        facts = {
+            "round": state.round,
+            "lines": progress.lines,
+            "best": None if progress.best == float("-inf") else progress.best,
+            "best_round": progress.best_round,
+            "adapted": dict(progress.adapted),
+        }
+        save(target, state.trees(), facts)
+        for path in older:
+            if path != target:
+                path.unlink()
+
+    def save_best(self, state: State, adapter: str = "") -> None:
+        """Save the state that is best on validation so far, as it is or after an adapter's adaptation."""
+        target = self._best(adapter)
+        target.parent.mkdir(exist_ok=True)
+        save(target, state.trees(), {"round": state.round})
+
+    def restore(self, device: torch.device) -> tuple[State, Progress]:
+        """The newest checkpoint; lines written after it are cut off, because those rounds will be run again."""
+        trees, facts = load(self.checkpoints()[-1])
+        best = facts["best"]
+        progress = Progress(
+            lines=cast(int, facts["lines"]),
+            best=float("-inf") if best is None else cast(float, best),
+            best_round=cast(int, facts["best_round"]),
+            adapted=cast(dict[str, float], facts.get("adapted", {})),
+        )
+        lines = (self.path / "metrics.jsonl").read_text().splitlines(keepends=True)
+        self.write("metrics.jsonl", "".join(lines[: progress.lines]))
+        return State.of(trees, cast(int, facts["round"]), device), progress
+
+    def last(self, device: torch.device) -> State:
+        """The newest state."""
+        return self._state(self.checkpoints()[-1], device)
+
+    def best(self, device: torch.device, adapter: str = "") -> State:
+        """The state chosen by validation, for this adapter if it chose its own; the last one if there was none."""
+        chosen = next((path for path in (self._best(adapter), self._best("")) if path.is_file()), None)
+        return self.last(device) if chosen is None else self._state(chosen, device)
+
+    def _best(self, adapter: str) -> Path:
+        return self.path / (f"best/{adapter}.safetensors" if adapter else "best.safetensors")
+
+    @staticmethod
+    def _state(path: Path, device: torch.device) -> State:
+        trees, facts = load(path)
+        return State.of(trees, cast(int, facts["round"]), device)
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Append a line of metrics."""
+        with open(self.path / "metrics.jsonl", "a") as file:
+            file.write(_json(line) + "\n")
+
+    def lines(self) -> list[dict[str, Any]]:
+        """All lines of metrics."""
+        return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+
+    def costs(self) -> dict[str, Any] | None:
+        """The cost ledger, if it was written yet."""
+        path = self.path / COSTS
+        return dict(json.loads(path.read_text())) if path.is_file() else None
+
+    def write(self, name: str, content: str | bytes) -> None:
+        """Write a small file, all or nothing."""
+        target = self.path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        temporary.write_bytes(content if isinstance(content, bytes) else content.encode())
+        os.replace(temporary, target)
+
+    def write_scores(self, adapter: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """All scores of one adapter."""
+        self.write(f"adapters/{adapter}.jsonl", "".join(_json(row) + "\n" for row in rows))
+
+    def scores(self) -> dict[str, list[dict[str, Any]]]:
+        """Scores by adapter."""
+        files = sorted((self.path / "adapters").glob("*.jsonl"))
+        return {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+
+
+def _json(value: Any) -> str:
+    """One line of JSON; numbers that are not finite become null, because JSON has no word for them."""
+    return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The settings in a folder."""
+    path = folder / "config.toml"
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{folder} is not a run folder: {path} cannot be read ({error})") from None
+
+
+def title_of(config: Mapping[str, Any]) -> str:
+    """What people call the method of a run.
+
+    >>> title_of({"method": {"name": "finetune", "label": "FedAvg-FT"}})
+    'FedAvg-FT'
+    """
+    title: str = config["method"].get("label") or config["method"]["name"]
+    return title

@@ -1,0 +1,1 @@
+"""FDSE: domain-shift erasers and consensus (CVPR 2025)."""

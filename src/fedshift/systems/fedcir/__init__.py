@@ -1,0 +1,1 @@
+"""FedCiR: client-invariant representations (IEEE TMC 2024)."""

@@ -1,0 +1,1 @@
+"""FedICON: contrast between views, in training and at test time (NeurIPS 2023)."""

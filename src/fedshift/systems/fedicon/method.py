@@ -1,0 +1,194 @@
+"""FedICON: learn an encoder by contrast between views, share it, and only then a head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedshift.blocks import views as augment
+from fedshift.blocks.descriptors import DescribedMethod
+from fedshift.blocks.losses import contrastive
+from fedshift.core.checks import in_unit_interval, not_negative, positive
+from fedshift.core.method import Batch, Draw, Facts, Now, Phase
+from fedshift.core.registry import method
+from fedshift.core.tree import Tensors, Tree, drop, pick
+from fedshift.systems.fedicon import projection
+
+
+@method(
+    "fedicon",
+    paper="Taming Heterogeneity to Deal with Test-Time Shift in Federated Learning",
+    venue="NeurIPS",
+    year=2023,
+)
+@dataclass(frozen=True)
+class FedICON(DescribedMethod):
+    """Contrastive rounds for the encoder, then head rounds on the frozen one, then a personal head.
+
+    1. In the experiment's ``rounds`` two views of every image are encoded, and images of one class attract each other
+       (SupCon; with ``supervised = false``, FedICON-us, only the two views of one image: NT-Xent). Only the encoder is
+       trained and only it travels; there is no classification loss.
+    2. ``head-rounds`` more rounds train a linear head with cross-entropy on cached features of the frozen encoder. Only the
+       head travels (the encoder once more, in a client's first such round), and the mean feature beside it.
+    3. At the end every client tunes the head for itself, ``personal-epochs`` on its own features.
+
+    ``share = false`` trains each client's encoder by contrast and its head for itself: nothing travels. ``head-rounds = 0``
+    leaves the head to step 3. The adapter ``fedicon`` goes on with the contrast at test time. Deployed: ``model`` with the
+    personal head, ``generic`` the federated head, ``descriptors``, so that FedTHE's adapters can sit on it.
+
+    The paper states no temperature, views or head schedule: MoCo-style views (``flip = false`` for digits), ten head
+    rounds and five epochs are our choice, the temperature was chosen on validation images of digits and office objects.
+    ``head-lr`` depends on the network: 5 was best there, 0.1 without supervision. Weights are ``n_k / N``: its equation
+    divides by the number of clients twice.
+    """
+
+    supervised: bool = True
+    temperature: float = 0.1
+    share: bool = True
+    head_rounds: int = 10
+    head_epochs: int = 5
+    personal_epochs: int = 5
+    head_lr: float = 1.0  # features are small, because the contrast does not see their length
+    flip: bool = True
+    crop: float = 0.2  # a view shows at least this share of the image
+    colour: float = 1.0  # how much a view's colours change; 0 leaves them alone
+    projection: bool = False  # contrast behind two more layers, which are thrown away afterwards
+
+    personal: ClassVar[bool] = True
+    linear: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        positive(temperature=self.temperature, crop=self.crop)
+        in_unit_interval(crop=self.crop)
+        not_negative(
+            head_rounds=self.head_rounds,
+            head_epochs=self.head_epochs,
+            personal_epochs=self.personal_epochs,
+            head_lr=self.head_lr,
+            colour=self.colour,
+        )
+
+    @property
+    def extra_rounds(self) -> int:
+        """The head rounds; a client that shares nothing has no head to average."""
+        return self.head_rounds if self.share else 0
+
+    # ---- what a client does ------------------------------------------------------------------------------------------
+    def phases(self, now: Now) -> tuple[Phase, ...]:
+        """Contrast, and after the experiment's rounds the head."""
+        if now.round < now.rounds:
+            beyond = frozenset(projection.NAMES if self.projection else ())
+            return (Phase(name="contrastive", trainable=(self.arch.trainable - self.arch.head) | beyond),)
+        return (self.head_phase("model", "head", self.head_epochs, self.head_lr), self.descriptor_phase("model"))
+
+    def final_phases(self) -> tuple[Phase, ...]:
+        """The personal head and the descriptor."""
+        personal = self.head_phase("model", "personal", self.personal_epochs, self.head_lr)
+        return (personal, self.descriptor_phase("model"))
+
+    def draws(self, phase: Phase) -> dict[str, Draw]:
+        """Two views of every image."""
+        return {"views": Draw("uniform", (2, augment.NUMBERS))} if phase.name == "contrastive" else {}
+
+    def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
+        """The contrast between views, or the cross-entropy of the head."""
+        if phase.name != "contrastive":
+            return super().loss(state, tensors, batch, phase)
+        x, numbers = batch["x"], batch["views"]
+        views = [augment.contrastive_views(x, drawn, self.flip, self.crop, self.colour) for drawn in numbers.unbind(1)]
+        z, _, buffers = self.arch.encode(tensors, torch.cat(views), phase.batch_stats)
+        if self.projection:
+            z = projection.projected(tensors, z)
+        own = torch.arange(len(x), device=z.device)
+        groups = batch["y"] if self.supervised else own
+        return contrastive(z, groups.repeat(2), self.temperature), buffers
+
+    # ---- who has what ------------------------------------------------------------------------------------------------
+    def private(self, now: Now) -> frozenset[str]:
+        """The head stays at home during the contrastive rounds; without sharing everything does."""
+        if not self.share:
+            return self.arch.encoder | self.arch.head | set(projection.NAMES)
+        return self.arch.head if now.round < now.rounds and not now.final else frozenset()
+
+    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+        """A head that waits for its rounds; without sharing, everything."""
+        if not self.share:
+            return super().birth({**model, **self._projection(model)}, facts, now)
+        return {"personal": pick(model, self.arch.head)} if facts.number >= 0 else {}
+
+    def client_init(self, down: Tree, mine: Tree) -> Tree:
+        """What does not come down is at home."""
+        model = {**self._at_home(mine), **down["model"]}
+        return {"model": model, "descriptor": {"local": torch.zeros_like(self.undescribed(model))}}
+
+    def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
+        """What came down and was trained goes up: the encoder, then the head with the mean feature."""
+        if not self.share:
+            return {}, {"model": pick(state["model"], mine["model"])}
+        if not self.arch.head <= set(down["model"]):  # a contrastive round
+            return {"model": pick(state["model"], down["model"])}, mine
+        head = pick(state["model"], self.arch.head)
+        kept = {"personal": head, "encoder": drop(state["model"], self.arch.head)}
+        return {"model": head, "descriptor": state["descriptor"]}, kept
+
+    def settle(self, state: Tree, down: Tree, mine: Tree) -> Tree:
+        """The personal head and the descriptor."""
+        return {**mine, "personal": pick(state["model"], self.arch.head), "descriptor": state["descriptor"]}
+
+    def publish(self, mine: Tree) -> Tree:
+        """The descriptor of the final encoder."""
+        return super().publish(mine) if self.share else {}
+
+    # ---- the server --------------------------------------------------------------------------------------------------
+    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+        """Nobody holds the frozen encoder yet."""
+        server = super().server_init(models, clients)
+        server = {**server, "model": {**server["model"], **self._projection(server["model"])}}
+        return {**server, "holds": {client: torch.tensor(False) for client in clients}}
+
+    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
+        """The encoder alone, later the head alone, with the encoder for those who do not have the frozen one yet."""
+        down = super().broadcast(server, client, now)
+        if not self.share or (now.round < now.rounds and not now.final):
+            return {"model": down["model"]}
+        model = drop(down["model"], projection.NAMES)
+        holds = client is not None and bool(server["holds"].get(client, False))
+        return {**down, "model": pick(model, self.arch.head) if holds else model}
+
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+        """FedAvg of what went up; whoever took part in a head round holds the encoder."""
+        if not self.share:
+            return server
+        merged = super().aggregate(server, ups, now, draws)
+        came = {client: torch.tensor(True) for client, up in ups.items() if "descriptor" in up}
+        return {**merged, "holds": {**server["holds"], **came}}
+
+    def deployed(self, down: Tree, mine: Tree) -> Tree:
+        """The encoder under the personal head, the federated head, both descriptors."""
+        whole = drop({**self._at_home(mine), **down["model"]}, projection.NAMES)
+        model = {**whole, **mine.get("personal", {})}
+        if not self.arch.head <= set(model):  # nothing for a stranger
+            return {"model": model, "generic": {}, "descriptors": {}}
+        shared = {"descriptor": {"global": self._own_descriptor(model, mine)}, **down}
+        return {
+            "model": model,
+            "generic": pick(whole if self.share else model, self.arch.head),
+            "descriptors": self.descriptors(shared, mine),
+        }
+
+    def _at_home(self, mine: Tree) -> Tensors:
+        """What a client has of a model without being sent anything."""
+        return {**mine.get("model", {}), **mine.get("encoder", {}), **mine.get("personal", {})}
+
+    def _own_descriptor(self, model: Tensors, mine: Tree) -> Tensor:
+        return mine["descriptor"]["local"] if "descriptor" in mine else self.undescribed(model)
+
+    def _projection(self, model: Tensors) -> Tensors:
+        """A projection to start with, where there is to be one."""
+        head = next(iter(pick(model, self.arch.head).values()))
+        return projection.fresh(head, self.arch.feature_size) if self.projection else {}

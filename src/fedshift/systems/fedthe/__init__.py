@@ -1,0 +1,1 @@
+"""FedTHE and FedTHE+: two heads, weighed for every test sample (ICLR 2023)."""

@@ -1,0 +1,100 @@
+"""FedTHE: a global and a personal head on one extractor, and descriptors that tell whose data a sample looks like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedshift.blocks.descriptors import DescribedMethod
+from fedshift.core.checks import not_negative
+from fedshift.core.method import Batch, Facts, Now, Phase
+from fedshift.core.registry import method
+from fedshift.core.tree import Tensors, Tree, drop, pick
+
+
+@method("fedthe", paper="Test-Time Robust Personalization for Federated Learning", venue="ICLR", year=2023)
+@dataclass(frozen=True)
+class FedTHE(DescribedMethod):
+    """Two heads: a shared one trained for balance, a private one for the client's own classes.
+
+    A round, with the received extractor f, global head W_g and descriptor h_g:
+
+    1. extractor and W_g are trained with BalancedSoftmax, ``CE(y + log(counts + 1))``, and go up;
+    2. the private head W_l is trained with plain CE on the *received* extractor, which stands still;
+    3. the local descriptor ``h_l = mean f(x)`` over the client's training images, with the received extractor, goes up.
+
+    The server averages models, and descriptors uniformly; the first ``h_g`` is all ones. After the last aggregation every
+    client takes steps 2 and 3 once more on the final extractor. With ``sync-descriptors`` (our default) those last ``h_l``
+    are averaged into the ``h_g`` that is deployed; without it h_g is one extractor older, as in the authors' code.
+
+    Deployed: ``model`` predicts with the private head, ``generic`` is the global head, ``descriptors`` are both; the
+    adapters ``the`` and ``the-plus`` choose between the heads for every test sample. Newcomers have the global head twice.
+
+    Deviations from the authors' code: private head and descriptor see images as they are, in inference mode, also where
+    ``[train] augment`` changes those of generic training (so features are computed once, and the descriptor is over all
+    samples); the private head has a bias if the network's head has one. Only clients that have taken part in a round give
+    their last descriptor away.
+    """
+
+    balanced: bool = True
+    personal_epochs: int = 1
+    personal_lr: float | None = None  # default: [train] lr
+    sync_descriptors: bool = True
+
+    personal: ClassVar[bool] = True
+    linear: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        not_negative(personal_epochs=self.personal_epochs, personal_lr=self.personal_lr)
+
+    def phases(self, now: Now) -> tuple[Phase, ...]:
+        """Generic training, then what is done for oneself."""
+        return (Phase(name="generic"), *self.final_phases())
+
+    def final_phases(self) -> tuple[Phase, ...]:
+        """The private head and the descriptor on the received extractor, whose features are computed once."""
+        head = self.head_phase("personal", "personal", self.personal_epochs, self.personal_lr)
+        return (head, self.descriptor_phase("personal"))
+
+    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+        """The private head starts where everybody starts; a stranger has none."""
+        if facts.number < 0:
+            return {}
+        head = pick(model, self.arch.head)
+        return {"personal": head, "descriptor": {"local": self.undescribed(model)}}
+
+    def client_init(self, down: Tree, mine: Tree) -> Tree:
+        """The private head sits on the extractor as it was received."""
+        personal = {**drop(down["model"], self.arch.head), **mine["personal"]}
+        local = {"local": torch.zeros_like(mine["descriptor"]["local"])}
+        return {"model": down["model"], "personal": personal, "descriptor": local}
+
+    def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
+        """BalancedSoftmax for the model that is shared, plain cross-entropy for the private head."""
+        if phase.slot == "personal" or not self.balanced:
+            return super().loss(state, tensors, batch, phase)
+        return self.balanced_loss(state, tensors, batch, phase)
+
+    def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
+        """Model and descriptor go up; head and descriptor stay."""
+        return {"model": state["model"], "descriptor": state["descriptor"]}, self.settle(state, down, mine)
+
+    def settle(self, state: Tree, down: Tree, mine: Tree) -> Tree:
+        """The head and the descriptor."""
+        return {"personal": pick(state["personal"], self.arch.head), "descriptor": state["descriptor"]}
+
+    def publish(self, mine: Tree) -> Tree:
+        """The descriptor of the final extractor, unless it is to stay one extractor behind."""
+        return super().publish(mine) if self.sync_descriptors else {}
+
+    def deployed(self, down: Tree, mine: Tree) -> Tree:
+        """Both heads and both descriptors; a stranger's own are the global ones."""
+        return {
+            "model": {**down["model"], **mine.get("personal", {})},
+            "generic": pick(down["model"], self.arch.head),
+            "descriptors": self.descriptors(down, mine),
+        }

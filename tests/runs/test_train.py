@@ -1,0 +1,236 @@
+"""Runs trained side by side are the runs they would have been alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedshift.core.registry import METHODS
+from fedshift.core.tree import Tree
+from fedshift.engines.base import Compute
+from fedshift.engines.sequential import Sequential
+from fedshift.engines.vmapped import Vmapped
+from fedshift.engines.vmapped.multi_seed import Together, share_images
+from fedshift.experiment.schema import AdapterSpec, EvaluateSpec, Experiment, MethodSpec
+from fedshift.runs import evaluate as scoring
+from fedshift.runs import train as training
+from fedshift.runs.deployment import Welcome
+from fedshift.runs.plan import Job
+from fedshift.runs.progress import Silent
+from fedshift.runs.run import _jobs, run
+from fedshift.runs.session import Federation, step_together
+from fedshift.runs.setup import make_setup, make_task
+
+DOUBLE = Compute(dtype=torch.float64)
+SMALL = Experiment(
+    rounds=3,
+    baselines=False,
+    data={"size": 8, "domains": ["pen", "china"]},
+    model={"name": "mlp", "hidden": [6]},
+    train={"local-epochs": 1, "batch-size": 64, "lr": 0.05},
+)
+
+
+def as_on_a_gpu(jobs: list[Job], *_: object) -> list[list[Job]]:
+    return training.stackable(jobs, 256)
+
+
+def gap(a: Tree, b: Tree) -> float:
+    assert {s: list(leaves) for s, leaves in a.items()} == {s: list(leaves) for s, leaves in b.items()}
+    gaps = [float((a[s][n].double() - b[s][n].double()).abs().max()) for s in a for n in a[s] if a[s][n].numel()]
+    return max(gaps, default=0.0)
+
+
+# one client has nobody beside it, seeds with public images have not the same ones, and some keep what all clients of a
+# federation receive only once
+ALONE = ("centralised", "fedmd", "hetero-tent", "heterofedtta", *(n for n, e in METHODS.items() if e.make.common))
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ALONE])
+def test_rounds_of_three_seeds_together_are_their_own_rounds(name: str) -> None:
+    tasks = [make_task(SMALL, seed) for seed in (0, 1, 2)]
+    # BatchNorm only where it is needed: it gives constant pixels a gradient of rounding noise, whose sign some methods use
+    spec = MethodSpec(name=name, model={"norm": bool(METHODS[name].make.needs)})
+
+    def federations(engine: Vmapped) -> list[Federation]:
+        setups = [make_setup(SMALL, spec, task) for task in tasks]
+        return [Federation(s, t, engine, DOUBLE, k, 3) for k, (s, t) in enumerate(zip(setups, tasks, strict=True))]
+
+    alone, joint = federations(Vmapped(DOUBLE)), federations(Vmapped(DOUBLE))
+    assert share_images([federation.training for federation in joint])
+    stack = Together([federation.training for federation in joint])
+    expected, states = [f.start() for f in alone], [f.start() for f in joint]
+    for _ in range(2):
+        expected = [f.step(state)[0] for f, state in zip(alone, expected, strict=True)]
+        after = step_together(joint, states, stack)
+        states = [state for state, _ in after]
+    for one, other in zip(expected, states, strict=True):
+        assert one.round == other.round == 2
+        assert gap(one.server, other.server) < 1e-9
+        assert one.mines.keys() == other.mines.keys()
+        assert all(gap(one.mines[client], other.mines[client]) < 1e-9 for client in one.mines)
+    assert all(report.loss > 0 or name == "knn-per" for _, report in after)
+
+
+def test_a_run_of_stacked_seeds_writes_what_single_ones_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = SMALL.model_copy(
+        update={"seeds": [0, 1], "method": [MethodSpec(name="fedavg"), MethodSpec(name="ditto")]}
+    )
+    single = run(experiment, tmp_path / "single", engine="vmapped", device="cpu")
+    monkeypatch.setattr("fedshift.runs.run.groups", as_on_a_gpu)
+    stacked = run(experiment, tmp_path / "stacked", engine="vmapped", device="cpu")
+    assert [(row.method, row.seeds) for row in stacked.rows] == [(row.method, row.seeds) for row in single.rows]
+    assert [row.seeds for row in stacked.rows] == [(0, 1), (0, 1)]
+    for one, other in zip(single.rows, stacked.rows, strict=True):
+        assert one.values.keys() == other.values.keys()
+        for key, numbers in one.values.items():
+            for a, b in zip(numbers, other.values[key], strict=True):
+                assert a["all"] == pytest.approx(b["all"], abs=1.0)  # float32 in another order
+
+
+def test_a_run_that_lags_behind_catches_up_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two stacked runs lost its last checkpoint: both end after all rounds, with every round once in the log."""
+    experiment = SMALL.model_copy(update={"seeds": [0, 1], "checkpoint_every": 1})
+    monkeypatch.setattr("fedshift.runs.run.groups", as_on_a_gpu)
+    first = run(experiment, tmp_path, engine="vmapped", device="cpu")
+    for folder in first.folders:
+        (folder / "done").unlink()
+    lagging = sorted(first.folders[0].glob("ckpt-*"))
+    lagging[-1].unlink()
+    second = run(experiment, tmp_path, engine="vmapped", device="cpu", resume=True)
+    assert all((folder / "done").is_file() for folder in second.folders)
+    for row, before in zip(second.rows, first.rows, strict=True):
+        assert row.number("global/original/clients", "last") == pytest.approx(
+            before.number("global/original/clients", "last"), abs=1.0
+        )
+
+
+def test_only_alike_runs_share_a_stack(tmp_path: Path) -> None:
+    swept = SMALL.model_copy(
+        update={
+            "seeds": [0, 1],
+            "method": [MethodSpec(name="fedavg"), MethodSpec(name="fedprox")],
+            "sweep": {"train.lr": [0.01, 0.1]},
+        }
+    )
+    jobs = list(_jobs(swept, tmp_path, None, None, Silent()))
+    made = training.stackable(jobs, 256)
+    assert len(jobs) == 8
+    assert sorted(len(group) for group in made) == [2, 2, 2, 2]
+    for group in made:
+        assert len({(job.setup.spec.name, str(job.point)) for job in group}) == 1
+        assert {job.seed for job in group} == {0, 1}
+    assert [len(group) for group in training.stackable(jobs, 3)] == [1] * 8
+    assert training.groups(jobs, Vmapped(Compute()), Compute()) == [[job] for job in jobs]
+
+
+def test_an_adapter_chooses_its_round_after_its_own_adaptation(tmp_path: Path) -> None:
+    tent = {
+        "name": "tent",
+        "label": "tent",
+        "params": "all",
+        "lr": 0.5,
+        "optimiser": "sgd",
+        "batch-size": 0,
+        "predict-when": "after",
+    }
+    method = MethodSpec(name="fedavg", adapters=[{"name": "none"}, tent])
+    plain = SMALL.model_copy(update={"rounds": 6, "method": [method], "evaluate": EvaluateSpec(every=1)})
+    adapted = plain.model_copy(update={"evaluate": EvaluateSpec(every=1, adapted=True)})
+    run(adapted, tmp_path, engine="sequential")
+    (job,) = _jobs(adapted, tmp_path, None, None, Silent())
+    lines = [line for line in job.folder.lines() if "adapter" in line]
+    assert [line["round"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+    engine = Sequential(Compute())
+    federation = job.federation(engine, Compute(), Silent())
+    state, reached = federation.start(), []
+    for line in lines:
+        state, _ = federation.step(state)
+        scores = federation.evaluate(job.setup.adapters(method.adapters[1]), federation.deployed(state), ["val"])
+        reached.append(100 * sum(s.correct for s in scores.values()) / sum(s.samples for s in scores.values()))
+        assert line["val"]["all"] == pytest.approx(reached[-1])
+    stored = {
+        name: next(row["round"] for row in rows if row["selection"] == "best-val")
+        for name, rows in job.folder.scores().items()
+    }
+    validation = [line["global/val/clients"]["all"] for line in job.folder.lines() if "global/val/clients" in line]
+    assert stored == {"none": 1 + validation.index(max(validation)), "tent": 1 + reached.index(max(reached))}
+    assert stored["none"] != stored["tent"], "with one choice for both this would show nothing"
+    for adapter, title in (("", "none"), ("tent", "tent"), ("t3a", "none")):
+        assert Welcome.load(job.folder.path, adapter).now.round == stored[title]
+
+
+def test_where_only_strangers_are_tested_validation_stands_beside_them(tmp_path: Path) -> None:
+    tent = {"name": "tent", "label": "tent", "params": "all", "lr": 0.5, "optimiser": "sgd", "predict-when": "after"}
+    published = {"original/unseen": 12.5, "split.tune=true": {"original": 25.0}}
+    method = MethodSpec(name="fedavg", adapters=[{"name": "none", "paper": published}, tent])
+    experiment = Experiment(
+        rounds=4,
+        baselines=False,
+        data={"size": 8, "domains": ["pen", "china"]},
+        split={"train": 0.8, "val": 0.2, "test": 0.0, "unseen": ["china"]},
+        model={"name": "mlp", "hidden": [6]},
+        train={"local-epochs": 1, "batch-size": 64, "lr": 0.05},
+        method=[method],
+        evaluate=EvaluateSpec(every=1, adapted=True),
+    )
+    result = run(experiment, tmp_path, engine="sequential")
+    lines = [json.loads(line) for line in (result.folders[0] / "metrics.jsonl").read_text().splitlines()]
+    plain = {line["round"]: line["global/val/clients"]["avg"] for line in lines if "global/val/clients" in line}
+    adapted = {line["round"]: line["val"]["avg"] for line in lines if line.get("adapter") == "tent"}
+    assert plain != adapted
+    for row, known in zip(result.rows, (plain, adapted), strict=True):
+        for rule in ("last", "best-val"):
+            (tested,) = row.values[rule, "global/original/unseen"]
+            assert row.number("global/val/clients", rule) == (known[tested["round"]], 0.0)
+    assert result.metrics() == ["original/unseen", "val/clients"]
+    papers = [[row.paper(f"global/{metric}") for metric in result.metrics()] for row in result.rows]
+    assert papers == [[12.5, 25.0], [None, None]]
+    heads = [str(column.header).splitlines()[0] for column in result.table().columns]
+    assert heads.count("validation") == 1
+    tested = run(SMALL, tmp_path / "tested", engine="sequential")
+    assert not any("val/clients" in metric for metric in tested.metrics())
+
+
+def test_adapters_are_part_of_a_run_only_where_they_choose_its_round(tmp_path: Path) -> None:
+    def folder(adapted: bool, *adapters: str) -> Path:
+        method = MethodSpec(name="fedavg", adapters=[{"name": name} for name in adapters])
+        experiment = SMALL.model_copy(update={"method": [method], "evaluate": EvaluateSpec(adapted=adapted)})
+        return next(_jobs(experiment, tmp_path, None, None, Silent())).folder.path
+
+    assert folder(False, "none") == folder(False, "none", "t3a") == folder(True, "none")
+    assert folder(True, "none", "t3a") != folder(True, "none")
+    assert folder(True, "t3a", "lp-ft") == folder(True, "lp-ft", "t3a")
+
+
+def test_what_only_stands_beside_scores_is_no_part_of_a_run(tmp_path: Path) -> None:
+    def folder(**beside: object) -> Path:
+        adapter = AdapterSpec.model_validate({"name": "t3a", **beside})
+        method = MethodSpec(name="fedavg", adapters=[adapter])
+        experiment = SMALL.model_copy(update={"method": [method], "evaluate": EvaluateSpec(adapted=True)})
+        return next(_jobs(experiment, tmp_path, None, None, Silent())).folder.path
+
+    assert folder() == folder(paper={"original": 12.5}) == folder(family="some")
+
+
+def test_an_adapter_is_scored_once_where_two_rules_select_the_same_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    rows = scoring._rows
+
+    def counted(job: Job, federation: Federation, spec: AdapterSpec, *more: Any) -> list[dict[str, Any]]:
+        calls.append(spec.title)
+        return rows(job, federation, spec, *more)
+
+    monkeypatch.setattr(scoring, "_rows", counted)
+    method = MethodSpec(name="fedavg", adapters=[{"name": "none"}, {"name": "t3a"}])
+    experiment = SMALL.model_copy(update={"method": [method], "evaluate": EvaluateSpec(every=0)})
+    result = run(experiment, tmp_path, engine="sequential")
+    assert {rule for row in result.rows for rule, _ in row.values} == {"last", "best-val"}
+    assert calls == ["none", "t3a"]
