@@ -82,7 +82,7 @@ def search_alone(method: FedTHE, tree: Tree, samples: Samples, device: torch.dev
     """``the`` on a stream whose forward pass is already done."""
     x = samples.images.to(device).float() / 255
     with torch.no_grad():
-        parts = [method.forward(tree, part) for part in x.split(512)]
+        parts = [method.predict(tree, part) for part in x.split(512)]
     done = Output(torch.cat([part.logits for part in parts]), torch.cat([part.features for part in parts]), {}, {})
     adapter = ADAPTERS["the"].make(arch=method.arch, forward=lambda *_: done)
 
@@ -168,7 +168,7 @@ def main() -> None:
 
 
 def _make(name: str, method: FedTHE) -> Adapter:
-    return ADAPTERS[name].make(arch=method.arch, forward=method.forward)
+    return ADAPTERS[name].make(arch=method.arch, predict_with=method.predict)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from fedshift.blocks import gaussians
 from fedshift.core import rng
-from fedshift.core.method import Phase
+from fedshift.core.context import Phase
 from fedshift.core.tree import pick
 from fedshift.engines.auto import device_for, engine_for
 from fedshift.engines.base import Compute
 from fedshift.engines.reference import pixels
 from fedshift.engines.torch_flags import steady
 from fedshift.experiment.schema import Experiment
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.runs.setup import PRECISIONS, make_setup, make_task
 
 WEIGHTS = (5e-7, 5e-6, 5e-5, 5e-4)
@@ -45,7 +45,7 @@ def main(
     method = (setup := make_setup(experiment, spec, task)).method
     with steady(experiment.precision == "fast"):
         _, engine = engine_for("auto", compute, method.arch.has_convolution, len(task.clients))
-        federation = Federation(setup, task, engine, compute, seed, rounds)
+        federation = Session(setup, task, engine, compute, seed, rounds)
         state = federation.start()
         for _ in range(rounds):
             state, _ = federation.step(state)

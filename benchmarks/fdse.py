@@ -15,11 +15,12 @@ from collections.abc import Callable
 import torch
 
 from fedshift.core.arch import Arch
-from fedshift.core.method import Method, Now, Train
-from fedshift.core.schedule import Plan
+from fedshift.core.context import Context
+from fedshift.core.method import Method, Train
 from fedshift.core.tree import Tree, map_tree
 from fedshift.data.task import Client, Task
 from fedshift.engines.base import Compute
+from fedshift.engines.schedule import Plan
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
 from fedshift.methods.fedavg import FedAvg
@@ -27,7 +28,7 @@ from fedshift.methods.fedbn import FedBN
 from fedshift.models.alexnet import AlexNet
 from fedshift.systems.fdse.method import FDSE
 
-NOW = Now(round=1, rounds=10, clients=4)
+NOW = Context(round=1, rounds=10, clients=4)
 
 
 def network(side: int) -> Arch:
@@ -54,7 +55,7 @@ def server(clients: int) -> float:
     """Seconds of one aggregation."""
     made = method(FDSE, 128)
     names = tuple(f"client-{k}" for k in range(clients))
-    state = made.server_init({"alexnet": made.arch.init(0)}, names)
+    state = made.init_server({"alexnet": made.arch.init(0)}, names)
     ups: dict[str, Tree] = {}
     for k, name in enumerate(names):
         generator = torch.Generator().manual_seed(k)
@@ -75,15 +76,15 @@ def rounds(made: Method, data: Task, engine: Sequential | Vmapped, device: torch
     """A function that trains one round and gives its seconds for each step."""
     names = tuple(client.name for client in data.clients)
     initial = {k: v.to(device) for k, v in made.arch.init(0).items()}
-    state = made.server_init({"alexnet": initial}, names)
+    state = made.init_server({"alexnet": initial}, names)
     downs = {name: made.broadcast(state, name, NOW) for name in names}
     home = {name: initial[name] for name in made.private(NOW)}
-    mines: dict[str, Tree] = {name: {"model": home} if home else {} for name in names}
+    locals: dict[str, Tree] = {name: {"model": home} if home else {} for name in names}
     steps = -(-len(data.clients[0].train) // made.train.batch_size)
 
     def go() -> float:
         started = time.perf_counter()
-        engine.train(made, downs, mines, data, Plan(made.phases(NOW), NOW, 0))
+        engine.train(made, downs, locals, data, Plan(made.phases(NOW), NOW, 0))
         if device.type == "cuda":
             torch.cuda.synchronize()
         return (time.perf_counter() - started) / steps

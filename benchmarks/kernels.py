@@ -21,12 +21,12 @@ from fedshift.engines.base import Compute
 from fedshift.engines.torch_flags import steady
 from fedshift.experiment.schema import Experiment
 from fedshift.runs.flops import count
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.runs.setup import PRECISIONS, make_setup, make_task
 from fedshift.store.state import State
 
 
-def timed(federation: Federation, state: State) -> tuple[State, float]:
+def timed(federation: Session, state: State) -> tuple[State, float]:
     """A round, and its seconds once the device has done everything."""
     began = time.perf_counter()
     state, _ = federation.step(state)
@@ -50,7 +50,7 @@ def main(
     on_gpu = compute.device.type == "cuda"
     with steady(experiment.precision == "fast"):
         name, engine = engine_for("vmapped" if on_gpu else "sequential", compute, True, len(task.clients))
-        federation = Federation(setup, task, engine, compute, experiment.seeds[0], experiment.rounds)
+        federation = Session(setup, task, engine, compute, experiment.seeds[0], experiment.rounds)
         costs = count(federation, 3)
         state = federation.start()
         for _ in range(2):

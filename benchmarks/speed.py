@@ -21,17 +21,18 @@ import torch
 import torch.nn.functional as F
 
 from fedshift.core.arch import Arch
-from fedshift.core.method import Now, Train
-from fedshift.core.schedule import Plan
+from fedshift.core.context import Context
+from fedshift.core.method import Train
 from fedshift.data.task import Client, Task
 from fedshift.engines.base import Compute
 from fedshift.engines.parallel import Parallel
+from fedshift.engines.schedule import Plan
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
 from fedshift.experiment.schema import MethodSpec
 from fedshift.methods.fedavg import FedAvg
 from fedshift.models.cnn import CNN
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.runs.setup import Setup
 
 BATCH = 32
@@ -60,7 +61,7 @@ def make_method(epochs: int) -> FedAvg:
 
 
 def one_round(engine: object, method: FedAvg, task: Task, device: torch.device) -> Callable[[], None]:
-    now = Now(0, 1, len(task.clients))
+    now = Context(0, 1, len(task.clients))
     model = {name: leaf.to(device) for name, leaf in method.arch.init(0).items()}
     downs = {client.name: {"model": model} for client in task.clients}
 
@@ -230,7 +231,7 @@ def clients() -> None:
     print(f"{count:,} clients of 20 samples: task made in {time.perf_counter() - started:.2f} s")
     method = make_method(1)
     for share in (0.005, 0.01, 0.02, 0.04):
-        federation = Federation(
+        federation = Session(
             Setup(MethodSpec(name="fedavg"), {"cnn": method}, method.train),
             task,
             Sequential(),
@@ -249,7 +250,7 @@ def clients() -> None:
         each = statistics.median(times) / report.participants
         print(
             f"{report.participants:>5} participants: {statistics.median(times):6.2f} s a round, {1e3 * each:.2f} ms each, "
-            f"{1e3 * max(gaps):.1f} ms between rounds, {len(state.mines)} private states"
+            f"{1e3 * max(gaps):.1f} ms between rounds, {len(state.locals)} private states"
         )
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(f"peak memory grew by {(after - before) / 1024:.0f} MiB, {task.images.nbytes / 2**20:.0f} of them images")

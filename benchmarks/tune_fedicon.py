@@ -20,7 +20,7 @@ from fedshift.engines.auto import device_for, engine_for
 from fedshift.engines.base import Compute, Engine
 from fedshift.engines.torch_flags import steady
 from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.runs.setup import Setup, make_setup, make_task
 from fedshift.store.rows import summarise
 from fedshift.store.state import State
@@ -32,7 +32,7 @@ def numbers(text: str) -> list[float]:
 
 def trained(experiment: Experiment, setup: Setup, task: Task, engine: Engine, compute: Compute) -> State:
     """The encoder after the experiment's rounds."""
-    federation = Federation(setup, task, engine, compute, experiment.seeds[0], experiment.rounds)
+    federation = Session(setup, task, engine, compute, experiment.seeds[0], experiment.rounds)
     state = federation.start()
     while state.round < experiment.rounds:
         state, report = federation.step(state)
@@ -40,10 +40,10 @@ def trained(experiment: Experiment, setup: Setup, task: Task, engine: Engine, co
     return state
 
 
-def accuracies(federation: Federation, state: State, spec: AdapterSpec) -> tuple[float, float]:
+def accuracies(federation: Session, state: State, spec: AdapterSpec) -> tuple[float, float]:
     """Uniform means over the clients, clean and corrupted."""
     setup = federation.setup
-    scores = federation.evaluate(setup.adapters(spec), federation.deployed(state), ["original", "corrupted"])
+    scores = federation.evaluate(setup.adapters(spec), federation.deploy(state).trained(), ["original", "corrupted"])
     clean, corrupted = (
         summarise({client: score for (client, part), score in scores.items() if part == name}).avg
         for name in ("original", "corrupted")
@@ -97,10 +97,10 @@ def main(
                 flush=True,
             )
             encoder = trained(experiment, make_setup(experiment, base, task), task, engine, compute)
-            best: tuple[float, Federation, State] | None = None
+            best: tuple[float, Session, State] | None = None
             for head_rate in numbers(head_rates):
                 setup = make_setup(experiment, MethodSpec(**{**base.model_dump(), "head_lr": head_rate}), task)
-                federation = Federation(setup, task, engine, compute, 0, experiment.rounds)
+                federation = Session(setup, task, engine, compute, 0, experiment.rounds)
                 state = replace(encoder)
                 while state.round < experiment.rounds + setup.method.extra_rounds:
                     state, _ = federation.step(state)

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from fedshift.core.compatibility import missing_for_method
-from fedshift.core.method import Draw, Method, Phase
+from fedshift.core.context import Phase, RandomSpec
+from fedshift.core.method import Method
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tree
 from fedshift.engines.base import Compute, Engine
@@ -27,7 +28,7 @@ from fedshift.engines.parallel import Parallel
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
 from fedshift.experiment.schema import AdapterSpec, MethodSpec
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.runs.setup import Setup
 from fedshift.store.state import State
 from tests.conftest import ragged_task, tiny_arch, tiny_train
@@ -39,7 +40,7 @@ CASES = [(name, norm) for name in METHODS for norm in (False, True)]
 def make(name: str, norm: bool, **train: object) -> Method | None:
     cls = METHODS[name].make
     arch = cls.build(tiny_arch(norm=norm), {})
-    if missing_for_method(name, cls.needs, arch):
+    if missing_for_method(name, cls.requires, arch):
         return None
     return cls(arch=arch, train=tiny_train(**train))
 
@@ -48,13 +49,13 @@ def federate(
     method: Method, engine: Engine, compute: Compute, rounds: int = 2, task=TASK, participation: float = 1.0
 ) -> tuple[State, dict, list]:
     setup = Setup(MethodSpec(name="x"), {"net": method}, method.train)
-    federation = Federation(setup, task, engine, compute, seed=3, rounds=rounds, participation=participation)
+    federation = Session(setup, task, engine, compute, seed=3, rounds=rounds, participation=participation)
     state, losses = federation.start(), []
     for _ in range(rounds):
         state, report = federation.step(state)
         losses.append(report.loss)
     plain = {"net": setup.adapter(AdapterSpec(name="none"), method)}
-    deployed = federation.deployed(state)
+    deployed = federation.deploy(state).trained()
     scores = federation.evaluate(plain, deployed, ["test"])
     return state, {**scores, "deployed": deployed}, losses
 
@@ -75,9 +76,9 @@ def parallel():
 def check_equal(reference: tuple, other: tuple, tolerance: float) -> None:
     state, scores, losses = reference
     assert gap(state.server, other[0].server) < tolerance
-    assert set(state.mines) == set(other[0].mines)
-    for name, tree in state.mines.items():
-        assert gap(tree, other[0].mines[name]) < tolerance
+    assert set(state.locals) == set(other[0].locals)
+    for name, tree in state.locals.items():
+        assert gap(tree, other[0].locals[name]) < tolerance
     for name, tree in scores["deployed"].items():
         assert gap(tree, other[1]["deployed"][name]) < tolerance
     assert losses == pytest.approx(other[2], abs=tolerance)
@@ -87,7 +88,7 @@ def check_equal(reference: tuple, other: tuple, tolerance: float) -> None:
 def test_vmapped_and_parallel_equal_sequential(name: str, norm: bool, parallel: Parallel) -> None:
     method = make(name, norm)
     if method is None:
-        assert METHODS[name].make.needs  # it says itself that it cannot run here
+        assert METHODS[name].make.requires  # it says itself that it cannot run here
         return
     compute = Compute(dtype=torch.float64)
     reference = federate(method, Sequential(compute), compute)
@@ -99,7 +100,7 @@ def test_vmapped_and_parallel_equal_sequential(name: str, norm: bool, parallel: 
 def test_predictions_agree_in_single_precision(name: str, norm: bool) -> None:
     method = make(name, norm)
     if method is None:
-        assert METHODS[name].make.needs
+        assert METHODS[name].make.requires
         return
     compute = Compute()
     single = Parallel(compute, workers=2)
@@ -107,7 +108,7 @@ def test_predictions_agree_in_single_precision(name: str, norm: bool) -> None:
     single.close()
     for client in TASK.clients:
         x = TASK.images[client.test].float() / 255
-        answers = [method.forward(scores["deployed"][client.name], x).logits.argmax(1) for scores in ends]
+        answers = [method.predict(scores["deployed"][client.name], x).logits.argmax(1) for scores in ends]
         assert torch.equal(answers[0], answers[1])
         assert torch.equal(answers[0], answers[2])
 
@@ -198,15 +199,19 @@ class Everything(Method):
         head = self.arch.head
         return (
             Phase(name="noisy", groups=((head, Adam(lr=0.01)),), optim=SGD(lr=0.1)),
-            Phase(name="fold", trainable=frozenset(), data="val"),
+            Phase(name="fold", kind="fold", data="val"),
             Phase(name="head", trainable=head, inputs="features", epochs=1, batch_stats=False),
         )
 
     def draws(self, phase):
-        return {"noise": Draw("normal", (3, 8, 8)), "labels": Draw("integers", high=4)} if phase.name == "noisy" else {}
+        return (
+            {"noise": RandomSpec("normal", (3, 8, 8)), "labels": RandomSpec("integers", high=4)}
+            if phase.name == "noisy"
+            else {}
+        )
 
-    def client_init(self, down, mine):
-        return {**super().client_init(down, mine), "sum": {"features": torch.zeros(6, dtype=torch.float64)}}
+    def begin(self, down, local):
+        return {**super().begin(down, local), "sum": {"features": torch.zeros(6, dtype=torch.float64)}}
 
     def loss(self, state, tensors, batch, phase):
         if phase.name != "noisy":
@@ -219,8 +224,8 @@ class Everything(Method):
         features, _, _ = self.arch.encode(state["model"], batch["x"])
         return {**state, "sum": {"features": state["sum"]["features"] + features.sum(0)}}
 
-    def client_final(self, state, down, mine):
-        up, kept = super().client_final(state, down, mine)
+    def finish(self, state, down, local):
+        up, kept = super().finish(state, down, local)
         return {**up, "sum": state["sum"]}, kept
 
     def aggregate(self, server, ups, now, draws):
@@ -244,23 +249,23 @@ class LogitExchange(Method):
     def private(self, now):
         return self.arch.encoder | self.arch.head
 
-    def server_init(self, models, clients):
+    def init_server(self, models, clients):
         return {"consensus": {"logits": torch.zeros(6, 4, dtype=torch.float64)}}
 
     def broadcast(self, server, client, now):
         return {"model": {}, "consensus": server["consensus"]}
 
     def phases(self, now):
-        return (Phase(), Phase(name="communicate", trainable=frozenset(), data="public"))
+        return (Phase(), Phase(name="communicate", kind="fold", data="public"))
 
-    def client_init(self, down, mine):
-        return {**super().client_init(down, mine), "logits": {"public": torch.zeros(6, 4, dtype=torch.float64)}}
+    def begin(self, down, local):
+        return {**super().begin(down, local), "logits": {"public": torch.zeros(6, 4, dtype=torch.float64)}}
 
     def fold(self, state, batch, phase):
         return {**state, "logits": {"public": self.arch(state["model"], batch["x"]).logits}}
 
-    def client_final(self, state, down, mine):
-        return {"logits": state["logits"]}, super().client_final(state, down, mine)[1]
+    def finish(self, state, down, local):
+        return {"logits": state["logits"]}, super().finish(state, down, local)[1]
 
     def aggregate(self, server, ups, now, draws):
         mean = torch.stack([up["logits"]["public"] for up in ups.values()]).mean(0)
@@ -277,24 +282,24 @@ def test_several_architectures_in_one_round(parallel: Parallel) -> None:
     setup = Setup(MethodSpec(name="x"), methods, methods["small"].train)
     ends = []
     for engine in (Sequential(compute), Vmapped(compute), parallel):
-        federation = Federation(setup, task, engine, compute, seed=0, rounds=2)
+        federation = Session(setup, task, engine, compute, seed=0, rounds=2)
         state = federation.start()
         for _ in range(2):
             state, _ = federation.step(state)
         ends.append(state)
-    shapes = {name: len(tree["model"]) for name, tree in ends[0].mines.items()}
+    shapes = {name: len(tree["model"]) for name, tree in ends[0].locals.items()}
     assert len(set(shapes.values())) == 2  # two architectures really were at work
     for other in ends[1:]:
         assert gap(ends[0].server, other.server) < 1e-10
-        for name, tree in ends[0].mines.items():
-            assert gap(tree, other.mines[name]) < 1e-10
+        for name, tree in ends[0].locals.items():
+            assert gap(tree, other.locals[name]) < 1e-10
 
 
 def test_one_architecture_only_for_methods_that_average() -> None:
     from fedshift.errors import UserError
 
     with pytest.raises(UserError, match="one architecture"):
-        make("fedavg", False).server_init({"a": {}, "b": {}}, ())  # type: ignore[union-attr]
+        make("fedavg", False).init_server({"a": {}, "b": {}}, ())  # type: ignore[union-attr]
 
 
 def test_parallel_from_a_script_without_a_main_guard(tmp_path) -> None:

@@ -23,7 +23,7 @@ from fedshift.core.tree import Tree
 from fedshift.engines.base import Compute
 from fedshift.engines.sequential import Sequential
 from fedshift.experiment.schema import MethodSpec
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.runs.setup import make_setup
 from tests.conftest import ragged_task, tiny_train
 
@@ -48,22 +48,22 @@ def declared(method_name: str, adapter_name: str, net: str) -> str | None:
     """Why the pair cannot run on the network, from declarations alone."""
     cls = METHODS[method_name].make
     arch = cls.build(Arch.of(NETWORKS[net], (3, 8, 8)), {})
-    reason = missing_for_method(method_name, cls.needs, arch)
+    reason = missing_for_method(method_name, cls.requires, arch)
     if reason is not None:
         return reason
     method = cls(arch=arch, train=tiny_train())
-    adapter = ADAPTERS[adapter_name].make(arch=arch, forward=method.forward)
-    return missing_for_pair(method_name, method.deploys, adapter_name, adapter)
+    adapter = ADAPTERS[adapter_name].make(arch=arch, predict_with=method.predict)
+    return missing_for_pair(method_name, method.provides, adapter_name, adapter)
 
 
 @cache
-def federated(method_name: str, net: str) -> tuple[Federation, dict[str, Tree], dict[str, Tree]]:
+def federated(method_name: str, net: str) -> tuple[Session, dict[str, Tree], dict[str, Tree]]:
     """One round, and what its clients and a newcomer serve with."""
     setup = make_setup(Experiment(), MethodSpec(name=method_name), TASK, NETWORKS[net])
-    federation = Federation(setup, TASK, Sequential(DOUBLE), DOUBLE, seed=0, rounds=1)
+    federation = Session(setup, TASK, Sequential(DOUBLE), DOUBLE, seed=0, rounds=1)
     state, report = federation.step(federation.start())
-    assert report.left_out == ()
-    return federation, federation.deployed(state), federation.newcomers(state)
+    assert report.diverged == ()
+    return federation, federation.deploy(state).trained(), federation.unseen(federation.deploy(state))
 
 
 def test_networks_have_what_their_names_say() -> None:
@@ -100,28 +100,28 @@ def test_a_pair_runs_or_says_what_is_missing(method_name: str, adapter_name: str
 def test_a_method_deploys_what_it_declares(method_name: str, net: str) -> None:
     """Every declared slot is there, and forward needs no other: an adapter is promised nothing else."""
     cls = METHODS[method_name].make
-    reason = missing_for_method(method_name, cls.needs, cls.build(Arch.of(NETWORKS[net], (3, 8, 8)), {}))
+    reason = missing_for_method(method_name, cls.requires, cls.build(Arch.of(NETWORKS[net], (3, 8, 8)), {}))
     if reason is not None:
-        assert cls.needs - HAS[net], reason
+        assert cls.requires - HAS[net], reason
         return
     federation, deployed, newcomers = federated(method_name, net)
     method = federation.setup.method
     for tree in (*deployed.values(), *newcomers.values()):
-        assert method.deploys <= set(tree)
-        promised = {slot: tree[slot] for slot in method.deploys}
+        assert method.provides <= set(tree)
+        promised = {slot: tree[slot] for slot in method.provides}
         assert set(promised["model"]) == {*method.arch.parameters, *method.arch.buffers}
-        assert method.forward(promised, torch.rand(3, 3, 8, 8).double()).logits.shape == (3, 4)
+        assert method.predict(promised, torch.rand(3, 3, 8, 8).double()).logits.shape == (3, 4)
 
 
 def test_needs_of_methods_and_adapters_are_words_that_have_a_meaning() -> None:
     known = {"norm", "batch-norm", "erasers", "stochastic"}
-    slots = {slot for entry in METHODS.values() for slot in entry.make.deploys}
+    slots = {slot for entry in METHODS.values() for slot in entry.make.provides}
     for name, entry in METHODS.items():
-        assert entry.make.needs <= known, name
-        assert "model" in entry.make.deploys, name
+        assert entry.make.requires <= known, name
+        assert "model" in entry.make.provides, name
     for name, other in ADAPTERS.items():
-        assert other.make.needs_arch <= known, name
-        assert other.make.needs <= slots, f"no method deploys what adapter {name} needs"
+        assert other.make.requires_arch <= known, name
+        assert other.make.requires <= slots, f"no method deploys what adapter {name} needs"
 
 
 def test_the_printed_grid_is_the_declared_one() -> None:
@@ -142,17 +142,17 @@ def plugins() -> Iterator[None]:
     class Described(Method):
         """Deploys the mean of nothing."""
 
-        deploys: ClassVar[frozenset[str]] = frozenset({"model", "descriptor"})
+        provides: ClassVar[frozenset[str]] = frozenset({"model", "descriptor"})
 
-        def deployed(self, down: Tree, mine: Tree) -> Tree:
-            return {**super().deployed(down, mine), "descriptor": {"h": torch.zeros(4, dtype=torch.float64)}}
+        def deployed(self, down: Tree, local: Tree) -> Tree:
+            return {**super().deployed(down, local), "descriptor": {"h": torch.zeros(4, dtype=torch.float64)}}
 
     @fedshift.adapter("shifted", paper="a test")
     @dataclass(frozen=True)
     class Shifted(Adapter):
         """Adds the descriptor to the logits."""
 
-        needs: ClassVar[frozenset[str]] = frozenset({"model", "descriptor"})
+        requires: ClassVar[frozenset[str]] = frozenset({"model", "descriptor"})
 
         def predict(self, state, x, draws):  # type: ignore[no-untyped-def]
             output = self.forward(state, x)

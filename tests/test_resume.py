@@ -102,25 +102,25 @@ def small(**changes: object) -> Experiment:
 
 
 def test_interrupted_runs_are_not_thrown_away_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedshift.runs.session import Federation
+    from fedshift.runs.session import Session
 
-    step = Federation.step
+    step = Session.step
 
-    def stops(self: Federation, state):  # type: ignore[no-untyped-def]
+    def stops(self: Session, state):  # type: ignore[no-untyped-def]
         if state.round == 2:
             raise KeyboardInterrupt
         return step(self, state)
 
-    monkeypatch.setattr(Federation, "step", stops)
+    monkeypatch.setattr(Session, "step", stops)
     with pytest.raises(KeyboardInterrupt):
         run(small(), tmp_path, engine="sequential")
-    monkeypatch.setattr(Federation, "step", step)
+    monkeypatch.setattr(Session, "step", step)
     with pytest.raises(UserError, match="interrupted after round 2 of 4: add --resume"):
         run(small(), tmp_path, engine="sequential")
     result = run(small(), tmp_path, engine="sequential", resume=True)
     whole = run(small(), tmp_path / "again", engine="sequential")
     check_identical(contents(whole.folders[0]), contents(result.folders[0]))
-    monkeypatch.setattr(Federation, "step", stops)
+    monkeypatch.setattr(Session, "step", stops)
     assert run(small(), tmp_path, engine="sequential").rows == result.rows  # finished: read, not run again
 
 

@@ -11,7 +11,8 @@ __version__ = "0.1.0"
 
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch, Output
-from fedshift.core.method import Draw, Facts, Method, Now, Phase, Train
+from fedshift.core.context import ClientInfo, Context, Phase, RandomSpec, ServerContext
+from fedshift.core.method import Method, Train
 from fedshift.core.registry import adapter, method, model
 from fedshift.core.tree import Tensors, Tree
 from fedshift.data.pool import Pool
@@ -20,20 +21,24 @@ from fedshift.data.task import Task
 from fedshift.errors import UserError
 from fedshift.experiment.schema import Experiment
 from fedshift.results.result import Result
+from fedshift.runs.artefact import Artefact, load
+from fedshift.runs.open import open_run
 from fedshift.runs.run import run
 
 __all__ = [
     "Adapter",
     "Arch",
-    "Draw",
+    "Artefact",
+    "ClientInfo",
+    "Context",
     "Experiment",
-    "Facts",
     "Method",
-    "Now",
     "Output",
     "Phase",
     "Pool",
+    "RandomSpec",
     "Result",
+    "ServerContext",
     "Task",
     "Tensors",
     "Train",
@@ -41,7 +46,9 @@ __all__ = [
     "UserError",
     "adapter",
     "from_arrays",
+    "load",
     "method",
     "model",
+    "open_run",
     "run",
 ]

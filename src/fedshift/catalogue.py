@@ -33,7 +33,7 @@ def methods() -> Rows:
     rows = _registered(METHODS)
     for row in rows:
         cls = METHODS[row["name"]].make
-        row |= {"deploys": sorted(cls.deploys), "needs": sorted(cls.needs), "personal": cls.personal}
+        row |= {"deploys": sorted(cls.provides), "needs": sorted(cls.requires), "personal": cls.personal}
     return rows
 
 
@@ -42,7 +42,7 @@ def adapters() -> Rows:
     rows = _registered(ADAPTERS)
     for row in rows:
         cls = ADAPTERS[row["name"]].make
-        row["needs"] = sorted(cls.needs | cls.needs_arch)
+        row["needs"] = sorted(cls.requires | cls.requires_arch)
     return rows
 
 
@@ -99,8 +99,8 @@ def pairs() -> Rows:
         row: dict[str, Any] = {"name": name}
         for other, cls in ADAPTERS.items():
             method = entry.make(arch=entry.make.build(arch, {}))
-            adapter = cls.make(arch=method.arch, forward=method.forward)
-            row[other] = "yes" if missing_for_pair(name, method.deploys, other, adapter) is None else "-"
+            adapter = cls.make(arch=method.arch, predict_with=method.predict)
+            row[other] = "yes" if missing_for_pair(name, method.provides, other, adapter) is None else "-"
         rows.append(row)
     return rows
 

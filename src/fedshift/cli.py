@@ -118,12 +118,13 @@ def show(
     select: Annotated[str, typer.Option(help="Selection rule: last, best-val or oracle.")] = "best-val",
     format: Format = "table",
     picture: Annotated[
-        list[str] | None, typer.Option(help="Draw instead: results, densities, map, radar or tsne; into RUN.")
+        list[str] | None, typer.Option(help="RandomSpec instead: results, densities, map, radar or tsne; into RUN.")
     ] = None,
 ) -> None:
     """Print the results of finished runs again, or draw them."""
-    from fedshift.results.collect import collect, find_runs
+    from fedshift.results.collect import collect
     from fedshift.results.result import to_json
+    from fedshift.store.folder import find_runs
 
     result = collect(find_runs(path))
     if picture:

@@ -18,7 +18,7 @@ from fedshift.adapters.tent import Tent
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch
 from fedshift.core.compatibility import missing_for_method, missing_for_pair
-from fedshift.core.method import Now
+from fedshift.core.context import Context
 from fedshift.core.registry import ADAPTERS, METHODS, with_options
 from fedshift.core.tree import Tree
 from fedshift.data.partition import ByDomain
@@ -32,7 +32,7 @@ from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec
 from fedshift.methods.fedavg import FedAvg
 from fedshift.models.cnn import CNN
 from fedshift.models.mlp import MLP
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.runs.setup import Setup, make_setup, make_task
 from tests.conftest import refusal, tiny_arch, tiny_train
 
@@ -74,7 +74,7 @@ def trained(model: str, seed: int = 3) -> tuple[Arch, nn.Module, Tree]:
 def adapter_on(arch: Arch, name: str, **options: object) -> Adapter:
     method = FedAvg(arch=arch, train=tiny_train())
     kebab = {key.replace("_", "-"): value for key, value in options.items()}
-    made: Adapter = with_options(ADAPTERS[name].make, name, kebab, arch=arch, forward=method.forward)
+    made: Adapter = with_options(ADAPTERS[name].make, name, kebab, arch=arch, predict_with=method.predict)
     return made
 
 
@@ -155,14 +155,14 @@ def test_scores_count_what_was_predicted() -> None:
 
 # ---- what every adapter promises ----------------------------------------------------------------------------------------
 @cache
-def federated(method_name: str, tests: tuple[int, ...] = (STREAM, STREAM)) -> tuple[Federation, dict[str, Tree]]:
+def federated(method_name: str, tests: tuple[int, ...] = (STREAM, STREAM)) -> tuple[Session, dict[str, Tree]]:
     """A method after one round, and what its clients serve with."""
     cls = METHODS[method_name].make
     method = cls(arch=cls.build(tiny_arch("mlp", norm=True), {}), train=tiny_train())
     setup = Setup(MethodSpec(name=method_name), {"net": method}, method.train)
-    federation = Federation(setup, long_task(tests), Sequential(DOUBLE), DOUBLE, seed=2, rounds=1)
+    federation = Session(setup, long_task(tests), Sequential(DOUBLE), DOUBLE, seed=2, rounds=1)
     state, _ = federation.step(federation.start())
-    return federation, federation.deployed(state)
+    return federation, federation.deploy(state).trained()
 
 
 def partner(adapter_name: str) -> str:
@@ -170,16 +170,16 @@ def partner(adapter_name: str) -> str:
     for method_name, entry in METHODS.items():
         cls = entry.make
         arch = cls.build(tiny_arch("mlp", norm=True), {})
-        if missing_for_method(method_name, cls.needs, arch):
+        if missing_for_method(method_name, cls.requires, arch):
             continue
         method = cls(arch=arch, train=tiny_train())
-        adapter = ADAPTERS[adapter_name].make(arch=method.arch, forward=method.forward)
-        if missing_for_pair(method_name, method.deploys, adapter_name, adapter) is None:
+        adapter = ADAPTERS[adapter_name].make(arch=method.arch, predict_with=method.predict)
+        if missing_for_pair(method_name, method.provides, adapter_name, adapter) is None:
             return method_name
     raise AssertionError(f"no method deploys what adapter {adapter_name} needs")
 
 
-def run_on(federation: Federation, deployed: dict[str, Tree], name: str) -> Record:
+def run_on(federation: Session, deployed: dict[str, Tree], name: str) -> Record:
     observed, record = recording(federation.setup.adapter(AdapterSpec(name=name), federation.setup.method))
     federation.evaluate({"net": observed}, deployed, ["test"])
     return record
@@ -245,7 +245,7 @@ def test_a_client_without_test_data_has_an_empty_score() -> None:
     arch, _, deployed = trained("mlp")
     task = long_task((0, 5))
     for name in ADAPTERS:
-        if ADAPTERS[name].make.needs <= set(deployed):
+        if ADAPTERS[name].make.requires <= set(deployed):
             scores = Sequential(DOUBLE).evaluate(adapter_on(arch, name), {"client-0": deployed}, task, ["test"], seed=0)
             assert (scores["client-0", "test"].samples, scores["client-0", "test"].correct) == (0, 0)
 
@@ -539,7 +539,7 @@ def test_only_tents_affine_variant_needs_batch_norm() -> None:
         ("tent", {}, False),
         ("tent", {"params": "all"}, True),
     ):
-        reason = missing_for_pair("fedavg", FedAvg.deploys, name, adapter_on(arch, name, **options))
+        reason = missing_for_pair("fedavg", FedAvg.provides, name, adapter_on(arch, name, **options))
         assert (reason is None) == valid
         if reason:
             assert reason == f"adapter {name!r} needs BatchNorm layers (for instance [model] norm = true), " + (
@@ -548,7 +548,7 @@ def test_only_tents_affine_variant_needs_batch_norm() -> None:
     needy = replace(adapter_on(arch, "none"))
     object.__setattr__(needy, "needs", frozenset({"model", "personal-head"}))
     sentence = "adapter 'none' needs personal-head, which method 'fedavg' does not deploy"
-    assert missing_for_pair("fedavg", FedAvg.deploys, "none", needy) == sentence
+    assert missing_for_pair("fedavg", FedAvg.provides, "none", needy) == sentence
 
 
 def test_tent_at_the_methods_own_rate() -> None:
@@ -559,5 +559,5 @@ def test_tent_at_the_methods_own_rate() -> None:
     setup = make_setup(experiment, experiment.method[0], make_task(experiment, 0))
     for options, rates in (({"train-lr": True}, (0.4, 0.1)), ({"lr": 0.03}, (0.03, 0.03))):
         spec = AdapterSpec.model_validate({"name": "tent", "params": "all", **options})
-        found = [setup.adapter(spec, setup.method, Now(number, 20, 5)) for number in (0, 2)]
+        found = [setup.adapter(spec, setup.method, Context(number, 20, 5)) for number in (0, 2)]
         assert [adapter.lr for adapter in found if isinstance(adapter, Tent)] == pytest.approx(rates)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch
+from fedshift.core.batching import batch_sizes
 from fedshift.core.method import Train
 from fedshift.core.registry import ADAPTERS, METHODS
-from fedshift.core.schedule import batch_sizes
 from fedshift.core.tree import Tensors, Tree
 from fedshift.data import sources
 from fedshift.data.partition import ByDomain
@@ -29,7 +29,7 @@ from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, MethodSpec
 from fedshift.methods.fedbn import FedBN
 from fedshift.models.cnn import CNN
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.runs.setup import Setup
 from fedshift.systems.fdse import eraser as erasure
 from fedshift.systems.fdse.method import FDSE
@@ -52,11 +52,11 @@ def images(count: int, seed: int = 0) -> Tensor:
 
 
 @cache
-def trained() -> tuple[Federation, dict[str, Tree], dict[str, Tree]]:
+def trained() -> tuple[Session, dict[str, Tree], dict[str, Tree]]:
     """A tiny federation after three rounds: what its clients and what newcomers serve with."""
     fed, _ = federation(FDSE, make_task((6, 9, 12), unseen=2), TRAIN, ARCH, 3, lam=0.5)
     state, _ = run(fed)
-    return fed, fed.deployed(state), fed.newcomers(state)
+    return fed, fed.deploy(state).trained(), fed.unseen(fed.deploy(state))
 
 
 def newcomer() -> Tree:
@@ -64,7 +64,7 @@ def newcomer() -> Tree:
 
 
 def on(method: Any, name: str = "fdse-align", **options: Any) -> Adapter:
-    made: Adapter = ADAPTERS[name].make(arch=method.arch, forward=method.forward, **options)
+    made: Adapter = ADAPTERS[name].make(arch=method.arch, predict_with=method.predict, **options)
     return made
 
 
@@ -310,7 +310,7 @@ def test_fedbn_aligns_with_one_pass_by_default() -> None:
 
 # ---- on real images ------------------------------------------------------------------------------------------------------
 @cache
-def digits() -> tuple[Federation, dict[str, Tree]]:
+def digits() -> tuple[Session, dict[str, Tree]]:
     """A small CNN with erasers after a few rounds on three kinds of digits, and what a fourth kind starts from."""
     pool = sources.load("embedded:digits", size=16).only(("pen", "paper", "font", "flower"))
     task = build(pool, ByDomain(), Splitting(unseen="flower"), {})
@@ -318,11 +318,11 @@ def digits() -> tuple[Federation, dict[str, Tree]]:
     train = Train(lr=0.1, batch_size=50, local_epochs=1, weight_decay=1e-3, clip=10.0)
     method = FDSE(arch=FDSE.build(backbone, {}), train=train)
     setup = Setup(MethodSpec(name="fdse"), {"cnn": method}, train)
-    fed = Federation(setup, task, Sequential(Compute()), Compute(), seed=0, rounds=8)
+    fed = Session(setup, task, Sequential(Compute()), Compute(), seed=0, rounds=8)
     state = fed.start()
     for _ in range(8):
         state, _ = fed.step(state)
-    return fed, fed.newcomers(state)
+    return fed, fed.unseen(fed.deploy(state))
 
 
 def target() -> Tensor:
@@ -383,7 +383,7 @@ def test_training_teaches_something_and_alignment_does_not_undo_it() -> None:
 def test_fedicons_adapter_works_on_erasers_and_keeps_the_head() -> None:
     fed, newcomers = digits()
     method, tree = fed.setup.method, newcomers["flower"]
-    adapter = ADAPTERS["fedicon"].make(arch=method.arch, forward=method.forward, flip=False)
+    adapter = ADAPTERS["fedicon"].make(arch=method.arch, predict_with=method.predict, flip=False)
     observed, record = recording(adapter)
     score = fed.evaluate({"cnn": observed}, newcomers, ["test"])["flower", "test"]
     assert score.samples == len(target())

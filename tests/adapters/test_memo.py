@@ -292,16 +292,18 @@ def test_the_marginal_entropy_falls_on_the_views_it_is_taken_on() -> None:
 def test_linear_probing_reaches_the_head_that_predicts_whatever_the_method(name: str) -> None:
     """A valid pair must do something: LP-FT with head steps only moves every method's predictions."""
     cls = METHODS[name].make
-    assert missing_for_method(name, cls.needs, cls.build(tiny_arch("mlp", norm=True), {})) is None
+    assert missing_for_method(name, cls.requires, cls.build(tiny_arch("mlp", norm=True), {})) is None
     federation, deployed = federated(name)
     method = federation.setup.method
     tree = next(iter(deployed.values()))
     if "lam" in tree.get("memory", {}):  # the part of kNN-Per that is a head
         tree = {**tree, "memory": {**tree["memory"], "lam": torch.zeros_like(tree["memory"]["lam"])}}
-    adapter = ADAPTERS["lp-ft"].make(arch=method.arch, forward=method.forward, views=3, head_steps=1, steps=0, lr=1.0)
+    adapter = ADAPTERS["lp-ft"].make(
+        arch=method.arch, predict_with=method.predict, views=3, head_steps=1, steps=0, lr=1.0
+    )
     draws, _ = shown(adapter, pictures(), torch.arange(COUNT))
     tuned, _ = adapter.predict(adapter.init(tree), pictures(), draws)
-    assert far(tuned.logits, method.forward(tree, pictures()).logits) > 1e-4
+    assert far(tuned.logits, method.predict(tree, pictures()).logits) > 1e-4
 
 
 @pytest.mark.parametrize(("name", "options"), [

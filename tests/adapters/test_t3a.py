@@ -32,7 +32,7 @@ def made(weight: Tensor, bias: Tensor | None = None, keep: int = 50) -> tuple[Pr
     arch = arch_of(len(weight), bias is not None)
     method = FedAvg(arch=arch, train=tiny_train())
     head = {"1.weight": weight} if bias is None else {"1.weight": weight, "1.bias": bias}
-    return PrototypeClassifier(arch=arch, forward=method.forward, keep=keep), {"model": head}
+    return PrototypeClassifier(arch=arch, predict_with=method.predict, keep=keep), {"model": head}
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

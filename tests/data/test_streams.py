@@ -26,7 +26,7 @@ from fedshift.adapters.none import NoAdaptation
 from fedshift.adapters.tent import Tent
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
-from fedshift.core.method import Draw
+from fedshift.core.context import RandomSpec
 from fedshift.core.tree import Tree
 from fedshift.data import corruptions
 from fedshift.data import task as task_module
@@ -925,8 +925,8 @@ def test_adapters_that_fit_are_fitted_when_they_answer() -> None:
 class Noisy(Adapter):
     """Guesses: its answers are draws, one for each sample."""
 
-    def draws(self) -> dict[str, Draw]:
-        return {"guess": Draw("normal", (len(CLASSES),))}
+    def draws(self) -> dict[str, RandomSpec]:
+        return {"guess": RandomSpec("normal", (len(CLASSES),))}
 
     def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
         return Output(draws["guess"], x, {}, {}), state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedshift.core.schedule import batch_sizes
+from fedshift.core.batching import batch_sizes
 from fedshift.engines.vmapped.grouping import joint_steps
 
 

@@ -48,7 +48,7 @@ def base(tmp_path: Path) -> Path:
 
 
 def extending(base: Path, text: str, *changes: str) -> Experiment:
-    path = base.parent / "mine.toml"
+    path = base.parent / "local.toml"
     path.write_text(f'extends = "{base.name}"\n{text}')
     return Experiment.load(path, changes)
 
@@ -60,16 +60,16 @@ def points(experiment: Experiment) -> list[dict[str, object]]:
 # ---- extends -------------------------------------------------------------------------------------------------------------
 def test_nothing_but_the_name_differs_where_nothing_is_said(base: Path) -> None:
     plain, same = Experiment.load(base), extending(base, "")
-    assert (plain.name, same.name) == ("a-name-of-its-own", "mine")
-    assert same == plain.model_copy(update={"name": "mine"})
+    assert (plain.name, same.name) == ("a-name-of-its-own", "local")
+    assert same == plain.model_copy(update={"name": "local"})
 
 
 def test_tables_merge_and_everything_else_is_replaced(base: Path) -> None:
-    mine = extending(base, 'seeds = [7]\n[train]\nlr = 0.5\n[[method]]\nname = "local"\n')
-    assert mine.seeds == [7]
-    assert mine.train == {"lr": 0.5, "momentum": 0.9}
-    assert [method.name for method in mine.method] == ["local"]
-    assert (mine.title, mine.data.size, mine.rounds) == ("A base", 8, 4)
+    local = extending(base, 'seeds = [7]\n[train]\nlr = 0.5\n[[method]]\nname = "local"\n')
+    assert local.seeds == [7]
+    assert local.train == {"lr": 0.5, "momentum": 0.9}
+    assert [method.name for method in local.method] == ["local"]
+    assert (local.title, local.data.size, local.rounds) == ("A base", 8, 4)
 
 
 def test_another_network_does_not_inherit_the_options_of_the_first(base: Path) -> None:
@@ -103,12 +103,12 @@ def test_chains_and_presets(base: Path) -> None:
     extending(base, "[train]\nlr = 0.5")
     last = base.parent / "deep" / "last.toml"
     last.parent.mkdir()
-    last.write_text('extends = "../mine.toml"\n[train]\nmomentum = 0.1')
+    last.write_text('extends = "../local.toml"\n[train]\nmomentum = 0.1')
     assert Experiment.load(last).train == {"lr": 0.5, "momentum": 0.1}
     assert Experiment.load(last).name == "last"
-    mine = base.parent / "brfl.toml"  # may be called like the preset it extends
-    mine.write_text('extends = "brfl"\nrounds = 3')
-    found = Experiment.load(mine)
+    local = base.parent / "brfl.toml"  # may be called like the preset it extends
+    local.write_text('extends = "brfl"\nrounds = 3')
+    found = Experiment.load(local)
     assert (found.rounds, found.name, found.partition.kind) == (3, "brfl", "brfl")
 
 
@@ -118,19 +118,19 @@ def test_chains_and_presets(base: Path) -> None:
         ('extends = "nowhere.toml"', r"extends 'nowhere.toml', which is neither a preset nor a file beside it"),
         ('extends = "brfll"', r"did you mean 'brfl'\?$"),
         ("extends = 3", "extends must be a preset's name or a path, not 3"),
-        ('extends = "mine.toml"', r"mine.toml extends mine.toml: that never ends$"),
-        ('extends = "other.toml"', r"mine.toml extends other.toml extends mine.toml: that never ends$"),
+        ('extends = "local.toml"', r"local.toml extends local.toml: that never ends$"),
+        ('extends = "other.toml"', r"local.toml extends other.toml extends local.toml: that never ends$"),
         ('extends = "broken.toml"', "^broken.toml is not valid TOML"),
         ('extends = "swept.toml"', r"^swept.toml: \[sweep\] must be a table$"),
     ],
 )
 def test_a_base_that_cannot_be(text: str, sentence: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text(text)
-    (tmp_path / "other.toml").write_text('extends = "mine.toml"')
+    (tmp_path / "local.toml").write_text(text)
+    (tmp_path / "other.toml").write_text('extends = "local.toml"')
     (tmp_path / "broken.toml").write_text("rounds = = 3")
     (tmp_path / "swept.toml").write_text("sweep = 3")
     with pytest.raises(UserError, match=sentence) as refused:
-        Experiment.load(tmp_path / "mine.toml")
+        Experiment.load(tmp_path / "local.toml")
     assert "\n" not in str(refused.value)
 
 
@@ -144,8 +144,8 @@ def test_merging_leaves_both_as_they_were() -> None:
 # ---- notes ---------------------------------------------------------------------------------------------------------------
 def test_notes_are_a_list_or_a_table_of_named_ones(base: Path) -> None:
     assert Experiment.load(base).notes == ["They split otherwise.", "They have other views."]
-    mine = extending(base, '[notes]\nviews = ""\nmore = "And more."')
-    assert mine.notes == ["They split otherwise.", "And more."]
+    local = extending(base, '[notes]\nviews = ""\nmore = "And more."')
+    assert local.notes == ["They split otherwise.", "And more."]
     assert extending(base, 'notes = ["Only this."]').notes == ["Only this."]
     for wrong in ("notes = 3", "notes = [1]", 'notes = "a sentence"'):
         with pytest.raises(UserError, match="notes must be a list of sentences"):
@@ -210,20 +210,20 @@ def test_a_base_that_sweeps_over_what_starts_anew(tmp_path: Path) -> None:
         '[partition]\nkind = "dirichlet"\nalpha = 0.1\n[sweep]\n"partition.alpha" = [0.1, 1.0]\n"train.lr" = [0.1, 0.2]\n'
         '[small]\n"partition.alpha" = 5.0\nrounds = 1\n'
     )
-    mine = tmp_path / "mine.toml"
-    mine.write_text('extends = "base.toml"\n[partition]\nkind = "iid"\n')
-    chosen = Experiment.load(mine)
+    local = tmp_path / "local.toml"
+    local.write_text('extends = "base.toml"\n[partition]\nkind = "iid"\n')
+    chosen = Experiment.load(local)
     assert chosen.partition.options() == {}
     assert chosen.sweep == {"train.lr": [0.1, 0.2]}
-    small = Experiment.load(mine, ["scale=small"])
+    small = Experiment.load(local, ["scale=small"])
     assert (small.partition.options(), small.rounds) == ({}, 1)
 
 
 def test_methods_of_ones_own_are_those_of_the_small_scale_too(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.toml"
-    mine.write_text('extends = "brfl"\n[[method]]\nname = "scaffold"\n')
-    assert [m.name for m in Experiment.load(mine, ["scale=small"]).method] == ["scaffold"]
-    assert Experiment.load(mine, ["scale=small"]).rounds == Experiment.load("brfl", ["scale=small"]).rounds
+    local = tmp_path / "local.toml"
+    local.write_text('extends = "brfl"\n[[method]]\nname = "scaffold"\n')
+    assert [m.name for m in Experiment.load(local, ["scale=small"]).method] == ["scaffold"]
+    assert Experiment.load(local, ["scale=small"]).rounds == Experiment.load("brfl", ["scale=small"]).rounds
 
 
 def test_extends_is_for_files() -> None:

@@ -20,11 +20,10 @@ from fedshift.inspect.looking import Wish
 from fedshift.inspect.pad import distances
 from fedshift.inspect.report import as_dict, looks_at
 from fedshift.inspect.risk import average_risk, confusion, local_risk
-from fedshift.results.collect import find_runs
 from fedshift.results.plots.tsne import embedded
 from fedshift.runs.setup import make_setup, make_task
 from fedshift.store.features import positions_of
-from fedshift.store.folder import RunFolder
+from fedshift.store.folder import RunFolder, find_runs
 from fedshift.store.trees import load, save
 from tests.inspect.conftest import digits
 from tests.runs.test_run import POOL, refuse
@@ -191,7 +190,7 @@ def test_a_stochastic_encoder_is_compared_by_its_means_and_risked_by_its_draws(t
     for client in task.clients:
         samples = task.samples(client, "original")
         x, labels = samples.images[samples.index].float() / 255, samples.labels[samples.index]
-        drawn = method.forward({"model": model}, x).logits  # the mean probability of twenty draws
+        drawn = method.predict({"model": model}, x).logits  # the mean probability of twenty draws
         assert numbers["risk"]["by-client"][client.name] == pytest.approx(float(F.cross_entropy(drawn, labels)), 1e-5)
         means[client.name] = method.arch.encode(model, x)[0][positions_of(len(labels), 12, 0, client.name)]
     assert numbers["pad"] == json.loads(json.dumps(distances(means, list(means)).as_dict()))

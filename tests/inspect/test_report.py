@@ -177,7 +177,7 @@ MISTAKES = {
     "a file": (["{file}"], "holds no finished run"),
     "too few samples": (["{run}", "--samples", "1"], "--samples must be at least 2, not 1"),
     "no such rule": (["{run}", "--select", "oracle"], "--select must be best-val or last, not 'oracle'"),
-    "no such model": (["{run}", "--model", "mine"], "--model must be deployed or global, not 'mine'"),
+    "no such model": (["{run}", "--model", "local"], "--model must be deployed or global, not 'local'"),
     "no such device": (["{run}", "--device", "tpu"], "tpu"),
     "out is a file": (["{run}", "--out", "{file}"], "cannot be written; choose another folder with --out"),
     "out is below a file": (["{run}", "--out", "{file}/deep"], "cannot be written; choose another folder with --out"),

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from fedshift.join.trained import choose_adapter
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -33,8 +34,7 @@ from fedshift.engines.reference import predictions
 from fedshift.engines.sequential import Sequential
 from fedshift.join import Joined, join, load
 from fedshift.join.images import read_images
-from fedshift.join.trained import choose_adapter
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.runs.setup import make_setup, make_task
 from fedshift.store.folder import RunFolder
 
@@ -174,9 +174,9 @@ def test_every_answer_is_that_of_the_federation(method: str, index: int, world: 
     (spec,) = (spec for spec in world.experiment.method if spec.name == method)
     adapter = spec.adapters[index]
     setup, compute = make_setup(world.experiment, spec, world.task), Compute()
-    federation = Federation(setup, world.task, Sequential(compute), compute, 0, world.experiment.rounds)
+    federation = Session(setup, world.task, Sequential(compute), compute, 0, world.experiment.rounds)
     state = RunFolder(world.folder(method)).best(compute.device)
-    deployed = federation.newcomers(state)[STRANGER]
+    deployed = federation.unseen(federation.deploy(state))[STRANGER]
     client = world.task.client(STRANGER)
     samples, setting = world.task.samples(client, "original"), world.task.setting("original")
     shown = list(
@@ -326,9 +326,9 @@ def test_nothing_is_written_over(world: World, a_few: Path, tmp_path: Path) -> N
     said = refused(world.folder("fedavg"), a_few, out=out)
     assert said == f"{out} is there already; choose another folder with --out, or remove it"
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    (tmp_path / "file").write_text("mine")
+    (tmp_path / "file").write_text("local")
     assert "cannot be written" in refused(world.folder("fedavg"), a_few, out=tmp_path / "file" / "out")
-    assert (tmp_path / "file").read_text() == "mine"
+    assert (tmp_path / "file").read_text() == "local"
 
 
 def test_a_failure_while_writing_leaves_nothing(

@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from fedshift.core import rng
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch
-from fedshift.core.method import Batch, Method, Phase, Train
+from fedshift.core.context import Phase
+from fedshift.core.method import Batch, Method, Train
 from fedshift.core.registry import METHODS
-from fedshift.core.schedule import Plan
 from fedshift.core.tree import Tensors, Tree
 from fedshift.data.task import Client, Task
 from fedshift.engines.base import Compute, Reply, Score
+from fedshift.engines.schedule import Plan
 from fedshift.engines.sequential import Sequential
 from fedshift.experiment.schema import MethodSpec
-from fedshift.runs.session import Federation, RoundReport
+from fedshift.runs.session import RoundReport, Session
 from fedshift.runs.setup import Setup
 from fedshift.store.state import State
 
@@ -90,9 +91,9 @@ class Watch:
     replies: list[dict[str, Reply]] = field(default_factory=list)
 
     def train(
-        self, method: Method, downs: Mapping[str, Tree], mines: Mapping[str, Tree], task: Task, plan: Plan
+        self, method: Method, downs: Mapping[str, Tree], locals: Mapping[str, Tree], task: Task, plan: Plan
     ) -> dict[str, Reply]:
-        replies = self.inner.train(method, downs, mines, task, plan)
+        replies = self.inner.train(method, downs, locals, task, plan)
         self.downs.append(dict(downs))
         self.replies.append(replies)
         return replies
@@ -114,17 +115,17 @@ def federation(
     rounds: int = 3,
     participation: float = 1.0,
     **options: Any,
-) -> tuple[Federation, Watch]:
+) -> tuple[Session, Watch]:
     """A federation in double precision and the engine it works with."""
     cls = METHODS[method].make if isinstance(method, str) else method
     made = cls(arch=cls.build(arch, options), train=train, **options)
     spec = MethodSpec(name=method if isinstance(method, str) else cls.__name__)
     engine = Watch()
     setup = Setup(spec, {made.arch.name: made}, train)
-    return Federation(setup, task or make_task(), engine, DOUBLE, SEED, rounds, participation), engine
+    return Session(setup, task or make_task(), engine, DOUBLE, SEED, rounds, participation), engine
 
 
-def run(federation: Federation, rounds: int | None = None) -> tuple[State, list[RoundReport]]:
+def run(federation: Session, rounds: int | None = None) -> tuple[State, list[RoundReport]]:
     """All rounds, or some."""
     state, reports = federation.start(), []
     for _ in range(federation.rounds if rounds is None else rounds):

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedshift.core.arch import Arch
+from fedshift.core.context import Phase
 from fedshift.core.grad import gradient
-from fedshift.core.method import Batch, Phase, Train
+from fedshift.core.method import Batch, Train
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tensors, Tree, drop, float_bytes, pick
 from fedshift.engines.sequential import Sequential
@@ -22,7 +23,7 @@ from fedshift.experiment.schema import AdapterSpec
 from fedshift.methods import fedadg
 from fedshift.methods.afl import AFL, projected
 from fedshift.methods.fedadg import DISCRIMINATOR, GENERATOR, FedADG
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.store.state import State
 from tests.conftest import refusal
 from tests.methods.federations import (
@@ -149,7 +150,7 @@ def test_afl_without_ascent_is_uniform_fedavg(weights: Any) -> None:
     assert far(state.server["model"], expected.server["model"]) < 1e-14
     assert lambdas(state) == pytest.approx([1 / 3] * 3, abs=1e-15)
     assert set(state.server) == {"model", "share"}
-    assert all(equal(tree["model"], state.server["model"]) for tree in fed.deployed(state).values())
+    assert all(equal(tree["model"], state.server["model"]) for tree in fed.deploy(state).trained().values())
 
 
 def test_afl_listens_to_the_client_with_the_largest_loss() -> None:
@@ -195,7 +196,7 @@ def test_afl_serves_with_the_mean_and_trains_the_current_model() -> None:
         before = state
         state, _ = fed.step(state)
         assert all(equal(down["model"], before.server["model"]) for down in watch.downs[-1].values())
-    for tree in (*fed.deployed(state).values(), *fed.newcomers(state).values()):
+    for tree in (*fed.deploy(state).trained().values(), *fed.unseen(fed.deploy(state)).values()):
         assert equal(tree["model"], state.server["average"])
     assert int(state.server["averaged"]["rounds"]) == 3
     local = fed.after_local(state)
@@ -211,7 +212,7 @@ def test_a_round_without_a_sound_client_does_not_count_in_the_mean() -> None:
     fed, _ = federation(Failing, SIZED)
     first, _ = run(fed, 1)
     second, report = fed.step(first)
-    assert report.left_out == ("a", "b", "c")
+    assert report.diverged == ("a", "b", "c")
     assert equal_trees(second.server, first.server)
     third, _ = fed.step(second)
     assert int(third.server["averaged"]["rounds"]) == 2
@@ -265,7 +266,7 @@ def test_fedadg_takes_the_papers_three_steps(kind: str, recipe: dict[str, Any]) 
     fed, _ = federation(watched, SIZED, train, arch, **how)
     state = fed.start()
     w = dict(state.server["model"])
-    judges = {c.name: dict(fed._mine(state, c, fed.now(state))["model"]) for c in SIZED.clients}
+    judges = {c.name: dict(fed._local(state, c, fed.context(state.round))["model"]) for c in SIZED.clients}
     for number in range(3):
         steps.clear()
         state, _ = fed.step(state)
@@ -302,7 +303,7 @@ def test_fedadg_takes_the_papers_three_steps(kind: str, recipe: dict[str, Any]) 
                 stepped(g, rules[1], (1 - judged(imagined())).square().mean(), train)
             models.append({**state_of(net), **tensors_of(g, fedadg.G)})
             judges[client] = tensors_of(d, fedadg.D)
-            assert far(state.mines[client]["model"], judges[client]) < 1e-11
+            assert far(state.locals[client]["model"], judges[client]) < 1e-11
         w = mean_of(models, [5 / 26, 9 / 26, 12 / 26])
         assert far(state.server["model"], w) < 1e-11
     start = fed.start().server["model"]
@@ -331,10 +332,10 @@ def test_fedadgs_warm_up_is_fedavg_and_leaves_the_adversaries_alone() -> None:
     assert far(pick(state.server["model"], GENERATOR), pick(start, GENERATOR)) < 1e-15  # the mean of equal ones
     assert [r.loss for r in reports] == [r.loss for r in told]
     for client in SIZED.clients:
-        assert equal_trees(state.mines[client.name], fed._birth(client, fed.now(state)))
+        assert equal_trees(state.locals[client.name], fed._birth(client, fed.context(state.round)))
     after, _ = fed.step(state)
     assert far(pick(after.server["model"], GENERATOR), pick(state.server["model"], GENERATOR)) > 1e-6
-    assert far(after.mines["a"]["model"], state.mines["a"]["model"]) > 1e-6
+    assert far(after.locals["a"]["model"], state.locals["a"]["model"]) > 1e-6
 
 
 def test_what_travels_in_fedadg() -> None:
@@ -349,8 +350,8 @@ def test_what_travels_in_fedadg() -> None:
                 assert {slot: set(leaves) for slot, leaves in message.items()} == {"model": ENTRIES | GENERATOR}
                 assert float_bytes(message) == network + generator
     assert [(r.bytes_down, r.bytes_up) for r in reports] == [(3 * (network + generator),) * 2] * 3
-    assert all(set(mine["model"]) == DISCRIMINATOR for mine in state.mines.values())
-    assert far(state.mines["a"]["model"], state.mines["b"]["model"]) > 1e-6
+    assert all(set(local["model"]) == DISCRIMINATOR for local in state.locals.values())
+    assert far(state.locals["a"]["model"], state.locals["b"]["model"]) > 1e-6
     assert METHODS["fedadg"].make.linear
 
 
@@ -359,7 +360,7 @@ def test_fedadgs_generator_learns_from_the_discriminator() -> None:
     method = FedADG(PLAIN, TRAIN, hidden=8)
     model = {n: leaf.double() for n, leaf in PLAIN.init(0).items()}
     judge = fedadg.fresh(model["out.weight"], fedadg.D, (5 + CLASSES, 8, 1))
-    tensors = {**method.server_init({"net": model}, ("a",))["model"], **judge}
+    tensors = {**method.init_server({"net": model}, ("a",))["model"], **judge}
     noise = torch.linspace(0, 1, 60, dtype=torch.float64).reshape(6, 10)
     batch = {"x": torch.rand(6, *SHAPE).double(), "y": torch.arange(6) % CLASSES, "noise": noise}
     turn = Phase(name=fedadg.G, trainable=GENERATOR)
@@ -400,7 +401,7 @@ def test_fedadg_draws_features_to_the_generators() -> None:
         assert isinstance(method, FedADG)
         batch = {"x": task.images.double() / 255, "y": task.labels}
         h = PLAIN.encode(state.server["model"], batch["x"])[0]
-        return float(method._judged(state.mines["a"]["model"], h, method._one_hot(batch)).mean())
+        return float(method._judged(state.locals["a"]["model"], h, method._one_hot(batch)).mean())
 
     assert judged(0.9) > judged(0.0) + 0.02
 
@@ -414,7 +415,7 @@ def test_stacked_adversaries_agree(norm: bool, changes: dict[str, Any]) -> None:
     method = replace(base, warm_up=1, hidden=8)  # type: ignore[call-arg]
     ends = [federate(method, engine(DOUBLE), DOUBLE, rounds=4, participation=0.5) for engine in (Sequential, Vmapped)]
     check_equal(ends[0], ends[1], 1e-10)
-    first, *others = (mine["model"] for mine in ends[0][0].mines.values())
+    first, *others = (local["model"] for local in ends[0][0].locals.values())
     assert all(far(first, other) > 1e-6 for other in others)  # born equal: they have been at work
 
 
@@ -431,9 +432,9 @@ def test_pfl_trains_and_serves_as_fedper(method: str) -> None:
     plain, _ = federation("fedper", MANY)
     (state, reports), (expected, told) = run(fed), run(plain)
     assert equal_trees(state.server, expected.server)
-    assert all(equal_trees(state.mines[c], expected.mines[c]) for c in SIZES)
+    assert all(equal_trees(state.locals[c], expected.locals[c]) for c in SIZES)
     assert [(r.loss, r.bytes_up, r.bytes_down) for r in reports] == [(r.loss, r.bytes_up, r.bytes_down) for r in told]
-    served, usual = fed.deployed(state), plain.deployed(expected)
+    served, usual = fed.deploy(state).trained(), plain.deployed(expected)
     assert all(equal(served[c]["model"], usual[c]["model"]) for c in SIZES)
     assert fed.settled(state).published == plain.settled(expected).published == 4 * 8 * (12 * CLASSES + CLASSES)
 
@@ -442,20 +443,22 @@ def test_pfl_trains_and_serves_as_fedper(method: str) -> None:
 def test_a_sampled_newcomer_has_the_model_of_one_client(layers: int) -> None:
     fed, _ = federation("pfl-sampled", MANY, private_layers=layers)
     state, _ = run(fed)
-    assert all(set(mine["model"]) == LAYERS[layers] for mine in state.mines.values())
-    whole = {c: tree["model"] for c, tree in fed.deployed(state).items()}
+    assert all(set(local["model"]) == LAYERS[layers] for local in state.locals.values())
+    whole = {c: tree["model"] for c, tree in fed.deploy(state).trained().items()}
     drawn = []
-    for tree in fed.newcomers(state).values():
+    for tree in fed.unseen(fed.deploy(state)).values():
         owners = [client for client, model in whole.items() if equal(tree["model"], model)]
         assert len(owners) == 1
         drawn += owners
     assert len(drawn) == 12
     assert len(set(drawn)) == 4  # with this seed everybody is somebody's
     again = federation("pfl-sampled", MANY, private_layers=layers)[0]
-    assert all(equal_trees(tree, fed.newcomers(state)[c]) for c, tree in again.newcomers(run(again)[0]).items())
-    other = Federation(fed.setup, fed.task, fed.engine, DOUBLE, fed.seed + 1, 3)
-    ends = other.newcomers(State(state.round, state.server, state.mines))  # the same training, other tickets
-    assert any(not equal_trees(tree, fed.newcomers(state)[c]) for c, tree in ends.items())
+    assert all(
+        equal_trees(tree, fed.unseen(fed.deploy(state))[c]) for c, tree in again.newcomers(run(again)[0]).items()
+    )
+    other = Session(fed.setup, fed.task, fed.engine, DOUBLE, fed.seed + 1, 3)
+    ends = other.newcomers(State(state.round, state.server, state.locals))  # the same training, other tickets
+    assert any(not equal_trees(tree, fed.unseen(fed.deploy(state))[c]) for c, tree in ends.items())
 
 
 @pytest.mark.parametrize("layers", LAYERS)
@@ -463,20 +466,20 @@ def test_an_ensemble_averages_the_logits_of_all(layers: int) -> None:
     fed, _ = federation("pfl-ensemble", MANY, replace(TRAIN, lr=0.3), private_layers=layers)
     state, _ = run(fed)
     method = fed.setup.method
-    outputs = [method.forward(tree, X) for tree in fed.deployed(state).values()]
+    outputs = [method.predict(tree, X) for tree in fed.deploy(state).trained().values()]
     logits = torch.stack([output.logits for output in outputs])
     assert float(logits.std(0).min()) > 0.01  # they disagree
-    newcomers = fed.newcomers(state)
+    newcomers = fed.unseen(fed.deploy(state))
     assert len(newcomers) == 12
     for tree in newcomers.values():
-        answer = method.forward(tree, X)
+        answer = method.predict(tree, X)
         assert torch.allclose(answer.logits, logits.mean(0), rtol=0, atol=1e-12)
         features = torch.stack([output.features for output in outputs]).mean(0)
         assert torch.allclose(answer.features, features, rtol=0, atol=1e-12)
-        assert method.forward(tree, X, batch_stats=True).logits.shape == logits.shape[1:]
+        assert method.predict(tree, X, batch_stats=True).logits.shape == logits.shape[1:]
         averaged = method.arch(tree["model"], X).logits
         assert (float((averaged - answer.logits).abs().max()) < 1e-12) == (layers == 1)  # else it takes an ensemble
-    published = {n: leaf for n, leaf in state.mines["a"]["model"].items() if leaf.is_floating_point()}
+    published = {n: leaf for n, leaf in state.locals["a"]["model"].items() if leaf.is_floating_point()}
     assert fed.settled(state).published == 4 * 8 * sum(leaf.numel() for leaf in published.values())
 
 
@@ -485,10 +488,10 @@ def test_a_fraction_of_an_ensemble_is_each_newcomers_own(layers: int) -> None:
     fed, _ = federation("pfl-ensemble", MANY, private_layers=layers, fraction=0.5)
     state, _ = run(fed)
     method = fed.setup.method
-    logits = {c: method.forward(tree, X).logits for c, tree in fed.deployed(state).items()}
+    logits = {c: method.predict(tree, X).logits for c, tree in fed.deploy(state).trained().items()}
     pairs = []
-    for tree in fed.newcomers(state).values():
-        answer = method.forward(tree, X).logits
+    for tree in fed.unseen(fed.deploy(state)).values():
+        answer = method.predict(tree, X).logits
         for a in SIZES:
             for b in SIZES:
                 if a < b and torch.allclose(answer, (logits[a] + logits[b]) / 2, rtol=0, atol=1e-12):
@@ -501,7 +504,7 @@ def test_a_fraction_of_an_ensemble_is_each_newcomers_own(layers: int) -> None:
     expected = sampled.newcomers(run(sampled)[0])
     for client, tree in smallest.newcomers(last).items():  # one of them: the same draw
         one = method.arch(expected[client]["model"], X).logits
-        assert torch.allclose(method.forward(tree, X).logits, one, rtol=0, atol=1e-14)
+        assert torch.allclose(method.predict(tree, X).logits, one, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("method", ["pfl-sampled", "pfl-ensemble"])
@@ -509,10 +512,10 @@ def test_only_clients_that_took_part_are_given_away(method: str) -> None:
     fed, _ = federation(method, MANY, participation=0.5)
     assert fed.newcomers(fed.start()) == {}  # nobody has trained anything
     state, _ = run(fed, 1)
-    known = sorted(state.mines)
+    known = sorted(state.locals)
     assert len(known) == 2
-    own = [state.mines[c]["model"]["out.weight"] for c in known]
-    for tree in fed.newcomers(state).values():
+    own = [state.locals[c]["model"]["out.weight"] for c in known]
+    for tree in fed.unseen(fed.deploy(state)).values():
         head = tree["model"]["out.weight"]
         candidates = own if method == "pfl-sampled" else [torch.stack(own).mean(0)]
         assert any(torch.allclose(head, candidate, rtol=0, atol=1e-15) for candidate in candidates)
@@ -524,7 +527,7 @@ def test_adapters_go_on_from_an_ensemble(layers: int, adapter: str) -> None:
     fed, _ = federation("pfl-ensemble", MANY, private_layers=layers)
     state, _ = run(fed, 1)
     made = {fed.setup.method.arch.name: fed.setup.adapter(AdapterSpec(name=adapter), fed.setup.method)}
-    scores = fed.evaluate(made, fed.newcomers(state), ["test"])
+    scores = fed.evaluate(made, fed.unseen(fed.deploy(state)), ["test"])
     assert len(scores) == 12
     assert all(score.samples == 4 and torch.tensor(score.loss).isfinite() for score in scores.values())
 
@@ -542,7 +545,7 @@ def test_newcomers_never_influence_training(method: str) -> None:
         state, _ = beside.step(state)
         assert len(beside.newcomers(state)) == 3
     assert equal_trees(state.server, expected.server)
-    assert all(equal_trees(state.mines[c], expected.mines[c]) for c in expected.mines)
+    assert all(equal_trees(state.locals[c], expected.locals[c]) for c in expected.locals)
 
 
 @pytest.mark.parametrize("method", ["afl", "fedadg"])
@@ -550,7 +553,7 @@ def test_newcomers_get_the_global_model(method: str) -> None:
     fed, _ = federation(method, make_task((5, 9, 12), unseen=1))
     state, _ = run(fed)
     expected = state.server["average"] if method == "afl" else drop(state.server["model"], GENERATOR)
-    for tree in (*fed.newcomers(state).values(), *fed.deployed(state).values()):
+    for tree in (*fed.unseen(fed.deploy(state)).values(), *fed.deploy(state).trained().values()):
         assert equal(tree["model"], expected)
     assert fed.settled(state).published == 0
 
@@ -565,7 +568,7 @@ def test_one_number_more_goes_up_in_afl() -> None:
             assert {slot: set(leaves) for slot, leaves in reply.up.items()} == {"model": ENTRIES, "risk": {"loss"}}
             assert (float_bytes(downs[client]), float_bytes(reply.up)) == (cost, cost + 8)
     assert [(r.bytes_down, r.bytes_up) for r in reports] == [(3 * cost, 3 * cost + 24)] * 3
-    assert state.mines == {}
+    assert state.locals == {}
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedshift.core.arch import Arch, Output
+from fedshift.core.context import ClientInfo, Context, Phase
 from fedshift.core.grad import gradient
 from fedshift.core.losses import balanced_softmax
-from fedshift.core.method import Batch, Facts, Now, Phase
+from fedshift.core.method import Batch
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tensors, Tree, pick
 from fedshift.engines.sequential import Sequential
@@ -51,7 +52,7 @@ ENTRIES = set(AWKWARD.parameters) | set(AWKWARD.buffers)
 PARAMETERS = set(AWKWARD.parameters)
 PERSONAL = {f"personal.{name}" for name in HEAD}
 SIZED = make_task((5, 9, 12))
-NOW = Now(0, 1, 1)
+NOW = Context(0, 1, 1)
 RECIPES: dict[str, dict[str, Any]] = {
     "sgd": {},
     "momentum and decay": {"momentum": 0.9, "weight_decay": 0.1, "lr_decay": 0.7},
@@ -130,7 +131,7 @@ def test_rounds_and_finetuning_are_balanced_each_for_itself(balanced: bool, tuni
         expected = trained_with_torch(start.server["model"], batches_of(steps, len(client.train)), TRAIN.lr, histogram)
         assert far(watch.replies[0][client.name].up["model"], expected) < 1e-12
     steps.clear()
-    deployed = fed.deployed(state)
+    deployed = fed.deploy(state).trained()
     assert {phase.name for _, _, phase in steps} == {"finetune"}
     for client in SIZED.clients:
         histogram = SIZED.histogram(client) if tuning else None
@@ -143,11 +144,11 @@ def test_rounds_and_finetuning_are_balanced_each_for_itself(balanced: bool, tuni
 def test_the_received_model_is_deployed_beside_the_personal_one(method: str) -> None:
     fed, _ = federation(method, make_task((5, 9, 12), unseen=2))
     state, _ = run(fed)
-    for tree in fed.deployed(state).values():
+    for tree in fed.deploy(state).trained().values():
         assert set(tree) == {"model", "global"}
         assert equal(tree["global"], state.server["model"])
         assert far(tree["model"], tree["global"]) > 1e-4
-    strangers, published = fed.newcomers(state), fed.settled(state).published
+    strangers, published = fed.unseen(fed.deploy(state)), fed.settled(state).published
     assert set(strangers) == {"new0", "new1"}
     assert published == 0
     for tree in strangers.values():
@@ -163,7 +164,7 @@ def test_a_client_whose_finetuning_fails_serves_the_received_model_twice() -> No
 
     fed, _ = federation(Failing, SIZED)
     state, _ = run(fed, 1)
-    for tree in fed.deployed(state).values():
+    for tree in fed.deploy(state).trained().values():
         assert equal(tree["model"], state.server["model"])
         assert equal(tree["global"], state.server["model"])
 
@@ -181,7 +182,7 @@ def test_fedrods_shared_part_is_balanced_fedavg_to_the_bit(recipe: str, arch: Ar
     for _ in range(3):
         expected, state = base.step(expected)[0], fed.step(state)[0]
         assert equal_trees(state.server, expected.server)
-    assert all(bool(leaf.any()) for mine in state.mines.values() for leaf in mine["model"].values())
+    assert all(bool(leaf.any()) for local in state.locals.values() for leaf in local["model"].values())
 
 
 def gradients_of_fedrod(histogram: Tensor) -> tuple[Tensors, Tensors, Output]:
@@ -228,13 +229,13 @@ def test_fedrod_predicts_with_both_heads_and_hands_over_their_sum_and_the_generi
     state, _ = run(fed)
     method = fed.setup.method
     x = one_batch()["x"]
-    for name, tree in fed.deployed(state).items():
-        assert set(tree) == method.deploys == {"model", "generic"}
+    for name, tree in fed.deploy(state).trained().items():
+        assert set(tree) == method.provides == {"model", "generic"}
         assert set(tree["model"]) == ENTRIES
         assert equal(tree["generic"], pick(state.server["model"], HEAD))
         assert equal({**tree["model"], **tree["generic"]}, state.server["model"])
-        generic, answer = AWKWARD(state.server["model"], x), method.forward(tree, x)
-        residual = {n.removeprefix("personal."): leaf for n, leaf in state.mines[name]["model"].items()}
+        generic, answer = AWKWARD(state.server["model"], x), method.predict(tree, x)
+        residual = {n.removeprefix("personal."): leaf for n, leaf in state.locals[name]["model"].items()}
         expected = generic.logits + AWKWARD.classify(residual, generic.features)
         assert torch.allclose(answer.logits, expected, rtol=0, atol=1e-13)
         assert torch.equal(AWKWARD.classify(tree["generic"], answer.features), generic.logits)
@@ -245,10 +246,10 @@ def test_fedrod_starts_at_the_generic_prediction_and_strangers_stay_there() -> N
     fed, _ = federation("fedrod", make_task((5, 9, 12), unseen=2))
     start = fed.start()
     state, _ = run(fed)
-    strangers, published = fed.newcomers(state), fed.settled(state).published
+    strangers, published = fed.unseen(fed.deploy(state)), fed.settled(state).published
     assert set(strangers) == {"new0", "new1"}
     assert published == 0
-    for server, trees in ((start.server, fed.deployed(start)), (state.server, strangers)):
+    for server, trees in ((start.server, fed.deploy(start).trained()), (state.server, strangers)):
         for tree in trees.values():
             assert equal(tree["model"], server["model"])
             assert equal(tree["generic"], pick(server["model"], HEAD))
@@ -260,8 +261,8 @@ def test_fedrods_personal_head_knows_its_clients_classes() -> None:
     fed, _ = federation("fedrod", replace(task, labels=labels), replace(TRAIN, local_epochs=10))
     state, _ = run(fed)
     x = torch.rand(50, *SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for own, tree in enumerate(fed.deployed(state).values()):
-        personal = fed.setup.method.forward(tree, x).logits.softmax(1).mean(0)
+    for own, tree in enumerate(fed.deploy(state).trained().values()):
+        personal = fed.setup.method.predict(tree, x).logits.softmax(1).mean(0)
         generic = AWKWARD(state.server["model"], x).logits.softmax(1).mean(0)
         assert personal[own] > 0.75
         assert generic[own] < 0.4
@@ -273,8 +274,8 @@ def test_fedrod_with_a_head_without_bias() -> None:
 
     fed, _ = federation("fedrod", SIZED, arch=Arch.of(network, SHAPE))
     state, _ = run(fed)
-    assert all(set(mine["model"]) == {"personal.3.weight"} for mine in state.mines.values())
-    assert all(set(tree["generic"]) == {"3.weight"} for tree in fed.deployed(state).values())
+    assert all(set(local["model"]) == {"personal.3.weight"} for local in state.locals.values())
+    assert all(set(tree["generic"]) == {"3.weight"} for tree in fed.deploy(state).trained().values())
 
 
 # --- APFL -------------------------------------------------------------------------------------------------------------
@@ -297,7 +298,7 @@ def test_apfl_without_a_share_deploys_fedavg(recipe: str) -> None:
         fed, _ = federation("apfl", SIZED, train, arch, alpha=0.0, adapt=False)
         state, _ = run(fed)
         expected = ran("fedavg", SIZED, train, arch).server["model"]
-        for tree in fed.deployed(state).values():
+        for tree in fed.deploy(state).trained().values():
             assert equal(pick(tree["model"], same), pick(expected, same))
 
 
@@ -308,9 +309,9 @@ def test_apfl_with_the_whole_share_is_local(recipe: str, arch: Arch) -> None:
     fed, _ = federation("apfl", SIZED, train, arch, alpha=1.0, adapt=False)
     state, _ = run(fed)
     local = ran("local", SIZED, train, arch)
-    for name, tree in fed.deployed(state).items():
-        assert equal(state.mines[name]["personal"], local.mines[name]["model"])
-        assert equal(tree["model"], local.mines[name]["model"])
+    for name, tree in fed.deploy(state).trained().items():
+        assert equal(state.locals[name]["personal"], local.locals[name]["model"])
+        assert equal(tree["model"], local.locals[name]["model"])
 
 
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.9, "weight_decay": 0.1, "lr_decay": 0.7}, {"clip": 0.3}])
@@ -330,13 +331,13 @@ def test_apfl_is_the_papers_recursion(settings: dict[str, Any], adapt: bool) -> 
         for client, size in zip("abc", (5, 9, 12), strict=True):
             received, own = watch.downs[-1][client]["model"], batches_of(steps, size)
             alphas[client] = mixed_training(received, v[client], alphas[client], own, train.clip, lr, settings, adapt)
-            mine = state.mines[client]
-            assert far(mine["personal"], v[client]) < 1e-12
-            assert float(mine["mix"]["alpha"]) == pytest.approx(alphas[client], abs=1e-12)
+            local = state.locals[client]
+            assert far(local["personal"], v[client]) < 1e-12
+            assert float(local["mix"]["alpha"]) == pytest.approx(alphas[client], abs=1e-12)
     assert (len(set(alphas.values())) == 3) == adapt
-    for name, tree in fed.deployed(state).items():
+    for name, tree in fed.deploy(state).trained().items():
         for entry in ENTRIES - PARAMETERS:  # the mixture's statistics
-            assert torch.equal(tree["model"][entry], state.mines[name]["personal"][entry])
+            assert torch.equal(tree["model"][entry], state.locals[name]["personal"][entry])
         for entry in PARAMETERS:
             mixed = alphas[name] * v[name][entry] + (1 - alphas[name]) * state.server["model"][entry]
             assert torch.allclose(tree["model"][entry], mixed, rtol=0, atol=1e-12)
@@ -399,15 +400,15 @@ def test_alpha_moves_once_a_round_and_stays_between_zero_and_one() -> None:
     assert all(0 <= value <= 1 for value in ends)
     assert len(ends) > 3
     assert ends & {0.0, 1.0}
-    assert all(mine["mix"]["alpha"].shape == () for mine in state.mines.values())
+    assert all(local["mix"]["alpha"].shape == () for local in state.locals.values())
 
 
 def test_strangers_have_no_share_of_their_own() -> None:
     method = APFL(AWKWARD, TRAIN)
     model = AWKWARD.init(0)
-    nobody = Facts("new", -1, 0, torch.zeros(CLASSES), 0)
-    assert method.birth(model, nobody, NOW) == {}
-    assert set(method.birth(model, replace(nobody, number=0), NOW)) == {"personal", "mix"}
+    nobody = ClientInfo("new", -1, 0, torch.zeros(CLASSES), 0)
+    assert method.init_local(model, nobody, NOW) == {}
+    assert set(method.init_local(model, replace(nobody, number=0), NOW)) == {"personal", "mix"}
 
 
 # --- GMA --------------------------------------------------------------------------------------------------------------
@@ -521,9 +522,9 @@ def test_the_model_travels_and_nothing_else(method: str) -> None:
                 assert {slot: set(leaves) for slot, leaves in message.items()} == {"model": ENTRIES}
     floats = sum(leaf.numel() for leaf in state.server["model"].values() if leaf.is_floating_point())
     assert [(r.bytes_down, r.bytes_up) for r in reports] == [(3 * 8 * floats, 3 * 8 * floats)] * 3
-    assert set(state.mines) == (set("abc") if PRIVATE[method] else set())
-    for mine in state.mines.values():
-        assert {slot: set(leaves) for slot, leaves in mine.items()} == PRIVATE[method]
+    assert set(state.locals) == (set("abc") if PRIVATE[method] else set())
+    for local in state.locals.values():
+        assert {slot: set(leaves) for slot, leaves in local.items()} == PRIVATE[method]
     assert set(state.server["model"]) == ENTRIES
 
 
@@ -534,10 +535,10 @@ def test_private_memory_differs_and_outlives_a_round(method: str) -> None:
     for _ in range(6):
         before = state
         state, _ = fed.step(state)
-        same = {name for name in before.mines if equal_trees(before.mines[name], state.mines[name])}
-        assert len(before.mines.keys() - same) <= 2  # only those who took part
-    slot = next(iter(state.mines["a"]))
-    assert far(state.mines["a"][slot], state.mines["b"][slot]) > 1e-3
+        same = {name for name in before.locals if equal_trees(before.locals[name], state.locals[name])}
+        assert len(before.locals.keys() - same) <= 2  # only those who took part
+    slot = next(iter(state.locals["a"]))
+    assert far(state.locals["a"][slot], state.locals["b"][slot]) > 1e-3
 
 
 # --- settings and engines ---------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedshift.core.arch import Arch
+from fedshift.core.context import ClientInfo, Context, Phase
 from fedshift.core.grad import gradient
-from fedshift.core.method import Batch, Facts, Method, Now, Phase, Train
+from fedshift.core.method import Batch, Method, Train
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tensors, Tree, float_bytes, pick
 from fedshift.engines.sequential import Sequential
@@ -25,7 +26,7 @@ from fedshift.methods.fedavg import FedAvg
 from fedshift.methods.feddyn import FedDyn
 from fedshift.methods.fedheal import FedHEAL
 from fedshift.methods.moon import MOON
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.store.state import State
 from fedshift.store.trees import load, save
 from tests.conftest import refusal
@@ -62,7 +63,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "sgd": {},
     "momentum, decay and clipping": {"momentum": 0.9, "weight_decay": 0.1, "lr_decay": 0.7, "clip": 0.3},
 }
-NOW = Now(0, 1, 1)
+NOW = Context(0, 1, 1)
 Steps = list[tuple[Tree, Batch, Phase]]
 
 
@@ -161,7 +162,7 @@ def test_feddyn_is_the_papers_recursion(recipe: str, kind: str, participation: f
         w = {**mean, **{n: mean[n] - h[n] / alpha for n in names}}
         assert far(state.server["model"], w) < 1e-11
         assert far(state.server["h"], h) < 1e-11
-        assert all(far(state.mines[client]["g"], g[client]) < 1e-11 for client in present)
+        assert all(far(state.locals[client]["g"], g[client]) < 1e-11 for client in present)
     assert len({tuple(downs) for downs in watch.downs}) == (1 if participation == 1 else 4)
     assert far(w, fed.start().server["model"]) > 0.05
 
@@ -175,7 +176,7 @@ def test_feddyns_memory_is_the_mean_of_the_clients_terms(settings: dict[str, Any
     for _ in range(5):
         state, _ = fed.step(state)
         for name, memory in state.server["h"].items():
-            mean = torch.stack([mine["g"][name] for mine in state.mines.values()]).sum(0) / 4
+            mean = torch.stack([local["g"][name] for local in state.locals.values()]).sum(0) / 4
             assert torch.allclose(memory, mean, rtol=0, atol=1e-13), name
     assert set(state.server["h"]) == PARAMETERS
     assert max(float(leaf.abs().max()) for leaf in state.server["h"].values()) > 1e-3
@@ -237,7 +238,7 @@ def test_feddyn_finds_the_optimum_of_the_sum_where_fedavg_does_not() -> None:
         assert torch.allclose(plain, torch.full_like(plain, 26 / 30), rtol=0, atol=1e-6)
         assert torch.allclose(found, torch.full_like(found, best), rtol=0, atol=1e-6)
         for client in "abc":  # the linear terms are the gradients there
-            size, own = SIZES[client] / 10, dynamic.mines[client]["g"][name]
+            size, own = SIZES[client] / 10, dynamic.locals[client]["g"][name]
             assert torch.allclose(own, torch.full_like(own, size * (best - size)), rtol=0, atol=1e-5)
 
 
@@ -298,7 +299,7 @@ def test_moon_is_the_papers_loss(recipe: str, kind: str, participation: float) -
             contrasted += older is not None
             last[client] = trained(module, batches_of(steps, client), train, number, loss)
             models.append(last[client])
-            kept = state.mines[client]["previous"]
+            kept = state.locals[client]["previous"]
             assert far(kept, pick(last[client], arch.encoder)) < 1e-11
         counts = [SIZES[client] for client in present]
         w = mean_of(models, [count / sum(counts) for count in counts])
@@ -334,8 +335,8 @@ def test_moons_first_round_is_fedavgs_and_the_second_is_not() -> None:
 def moon_state(method: MOON, before: bool) -> tuple[Tree, Tensors]:
     """Three different models, and whether the client has trained before."""
     received, previous, here = (doubles(AWKWARD.init(seed)) for seed in (1, 2, 3))
-    mine = {"previous": pick(previous, AWKWARD.encoder), "past": {"trained": torch.tensor(before)}}
-    return {**method.client_init({"model": received}, mine), "model": here}, here
+    local = {"previous": pick(previous, AWKWARD.encoder), "past": {"trained": torch.tensor(before)}}
+    return {**method.begin({"model": received}, local), "model": here}, here
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -371,8 +372,8 @@ def test_moon_pulls_to_the_received_features_and_away_from_the_last() -> None:
     """After one step on the contrast alone, z is nearer to one and farther from the other."""
     method = MOON(PLAIN, TRAIN, mu=1.0)
     received, previous, here = (doubles(PLAIN.init(seed)) for seed in (1, 2, 3))
-    mine = {"previous": pick(previous, PLAIN.encoder), "past": {"trained": torch.tensor(True)}}
-    state, batch = method.client_init({"model": received}, mine), one_batch()
+    local = {"previous": pick(previous, PLAIN.encoder), "past": {"trained": torch.tensor(True)}}
+    state, batch = method.begin({"model": received}, local), one_batch()
 
     def alike(model: Tensors) -> list[float]:
         z = [PLAIN.encode(m, batch["x"])[0] for m in (model, received, previous)]
@@ -397,14 +398,14 @@ def test_moon_keeps_its_own_last_encoder() -> None:
         before = state
         state, _ = fed.step(state)
         for client, reply in watch.replies[-1].items():
-            assert equal(state.mines[client]["previous"], pick(reply.up["model"], AWKWARD.encoder))
-            assert bool(state.mines[client]["past"]["trained"])
-        for client in before.mines.keys() - watch.replies[-1].keys():
-            assert equal_trees(state.mines[client], before.mines[client])
+            assert equal(state.locals[client]["previous"], pick(reply.up["model"], AWKWARD.encoder))
+            assert bool(state.locals[client]["past"]["trained"])
+        for client in before.locals.keys() - watch.replies[-1].keys():
+            assert equal_trees(state.locals[client], before.locals[client])
     method = fed.setup.method
-    newcomer = Facts("new", -1, 0, torch.zeros(CLASSES), 0)
-    assert method.birth(AWKWARD.init(0), newcomer, NOW) == {}
-    assert not bool(method.birth(AWKWARD.init(0), replace(newcomer, number=0), NOW)["past"]["trained"])
+    newcomer = ClientInfo("new", -1, 0, torch.zeros(CLASSES), 0)
+    assert method.init_local(AWKWARD.init(0), newcomer, NOW) == {}
+    assert not bool(method.init_local(AWKWARD.init(0), replace(newcomer, number=0), NOW)["past"]["trained"])
 
 
 # --- FedHEAL ----------------------------------------------------------------------------------------------------------
@@ -539,7 +540,7 @@ def healing(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[FedHEAL
     """A server of clients a and b before their first round, and the sizes of both."""
     method = FedHEAL(AWKWARD, TRAIN, **options)
     here = {n: torch.zeros_like(t, dtype=dtype) if t.is_floating_point() else t for n, t in AWKWARD.init(0).items()}
-    return method, method.server_init({"net": here}, ("a", "b")), {"samples": torch.tensor([3.0, 1.0])}
+    return method, method.init_server({"net": here}, ("a", "b")), {"samples": torch.tensor([3.0, 1.0])}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -624,8 +625,8 @@ def test_the_model_travels_and_nothing_else(method: str) -> None:
                 assert names_in(message) == {"model": ENTRIES}
                 assert float_bytes(message) == cost
     assert [(r.bytes_down, r.bytes_up) for r in reports] == [(3 * cost, 3 * cost)] * 3
-    assert set(state.mines) == (set(CLIENTS) if PRIVATE[method] else set())
-    assert all(names_in(mine) == PRIVATE[method] for mine in state.mines.values())
+    assert set(state.locals) == (set(CLIENTS) if PRIVATE[method] else set())
+    assert all(names_in(local) == PRIVATE[method] for local in state.locals.values())
     assert names_in(state.server) == {"model": ENTRIES, **SERVER[method]}
 
 
@@ -633,13 +634,13 @@ def test_the_model_travels_and_nothing_else(method: str) -> None:
 def test_newcomers_get_the_global_model(method: str) -> None:
     fed, _ = federation(method, make_task((5, 9, 12), unseen=1))
     state, _ = run(fed)
-    for tree in (*fed.newcomers(state).values(), *fed.deployed(state).values()):
+    for tree in (*fed.unseen(fed.deploy(state)).values(), *fed.deploy(state).trained().values()):
         assert equal(tree["model"], state.server["model"])
     assert fed.settled(state).published == 0
     assert METHODS[method].make.linear == (method == "moon")
 
 
-def halves(method: str, path: Path) -> tuple[Federation, Watch, State, State]:
+def halves(method: str, path: Path) -> tuple[Session, Watch, State, State]:
     """A federation with half of its clients in each round: after three rounds, and the same from a file."""
     fed, watch = federation(method, FOUR, rounds=6, participation=0.5)
     state, _ = run(fed, 3)
@@ -651,13 +652,13 @@ def halves(method: str, path: Path) -> tuple[Federation, Watch, State, State]:
 def test_memories_survive_a_checkpoint(method: str, tmp_path: Path) -> None:
     fed, _, state, again = halves(method, tmp_path / "state")
     assert equal_trees(again.server, state.server)
-    assert all(equal_trees(again.mines[client], mine) for client, mine in state.mines.items())
+    assert all(equal_trees(again.locals[client], local) for client, local in state.locals.items())
     for _ in range(3):
         state, _ = fed.step(state)
         again, _ = fed.step(again)
     assert equal_trees(again.server, state.server)
-    assert again.mines.keys() == state.mines.keys()
-    assert all(equal_trees(again.mines[client], mine) for client, mine in state.mines.items())
+    assert again.locals.keys() == state.locals.keys()
+    assert all(equal_trees(again.locals[client], local) for client, local in state.locals.items())
     # and they matter: a server or clients that forgot would go elsewhere
     blank, _, middle, _ = halves(method, tmp_path / "other")
     fresh = {**blank.start().server, "model": middle.server["model"]}

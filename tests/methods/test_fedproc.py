@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fedshift.core import rng
 from fedshift.core.arch import Arch
+from fedshift.core.context import Context
 from fedshift.core.grad import gradient
-from fedshift.core.method import Now
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tensors, drop, float_bytes, pick
 from fedshift.data.task import Client, Task
@@ -218,10 +218,10 @@ def test_the_share_rises_with_the_rounds() -> None:
 
 def test_only_the_first_round_looks_before_it_trains() -> None:
     method = FedProc(AWKWARD, TRAIN)
-    names = [[phase.name for phase in method.phases(Now(number, 3, 2))] for number in range(3)]
+    names = [[phase.name for phase in method.phases(Context(number, 3, 2))] for number in range(3)]
     assert names == [["own", "train", "prototypes"], ["train", "prototypes"], ["train", "prototypes"]]
-    for phase in method.phases(Now(0, 3, 2)):
-        assert (phase.trainable == frozenset()) == (phase.name != "train")
+    for phase in method.phases(Context(0, 3, 2)):
+        assert (phase.kind == "fold") == (phase.name != "train")
         assert (phase.inputs, phase.batch_stats) == (("x", True) if phase.name == "train" else ("features", False))
 
 
@@ -272,7 +272,7 @@ def test_a_client_with_one_class_or_one_image_is_an_ordinary_client() -> None:
     assert len(single.clients[0].train) >= 2
     for arch, _ in ARCHS.values():
         state, reports = run(federation("fedproc", single, arch=arch)[0])
-        assert all(report.left_out == () for report in reports)
+        assert all(report.diverged == () for report in reports)
         assert all(bool(leaf.isfinite().all()) for leaf in state.server["model"].values())
 
 
@@ -290,18 +290,18 @@ def test_the_model_and_the_prototypes_travel(name: str) -> None:
             assert set(replies[client].up) == {"model", "own"}
             assert float_bytes(downs[client]) == 8 * (model + table)
             assert float_bytes(replies[client].up) == 8 * (model + table + CLASSES)
-            assert replies[client].mine == {}
+            assert replies[client].local == {}
     assert [report.bytes_down for report in reports] == [3 * 8 * (model + table)] * ROUNDS
 
 
 def test_everybody_serves_with_the_global_model() -> None:
     fed, _ = federation("fedproc", SIZED)
     state, _ = run(fed)
-    served = {**fed.deployed(state), **fed.newcomers(state)}
+    served = {**fed.deploy(state).trained(), **fed.unseen(fed.deploy(state))}
     assert set(served) == {"a", "b", "c", "new0", "new1"}
     for tree in served.values():
         assert equal_trees(tree, {"model": state.server["model"]})
-    assert set(fed.setup.method.broadcast(state.server, None, fed.now(state))) == {"model"}
+    assert set(fed.setup.method.broadcast(state.server, None, fed.context(state.round))) == {"model"}
 
 
 def test_prototypes_survive_a_checkpoint(tmp_path: Any) -> None:

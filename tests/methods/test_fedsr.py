@@ -17,13 +17,14 @@ from fedshift.blocks import gaussians
 from fedshift.blocks.stochastic_encoder import SEED, StochasticMethod, stochastic
 from fedshift.core import rng
 from fedshift.core.arch import Arch
+from fedshift.core.context import Phase
 from fedshift.core.grad import gradient
-from fedshift.core.method import Batch, Phase
+from fedshift.core.method import Batch
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tensors, Tree, drop, float_bytes, pick
 from fedshift.methods.fedavg import FedAvg
 from fedshift.methods.fedsr import DEVIATION, MEAN, NAMES, SCALE, FedSR
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.store.state import State
 from tests.conftest import refusal
 from tests.methods.federations import (
@@ -65,7 +66,7 @@ def quiet(arch: Arch, tensors: Tensors) -> Tensors:
     return {**tensors, "latent.weight": weight, "latent.bias": bias}
 
 
-def rounds_from(fed: Federation, model: Tensors, rounds: int = 3) -> State:
+def rounds_from(fed: Session, model: Tensors, rounds: int = 3) -> State:
     """A federation that starts from another model."""
     start = fed.start()
     state = State(0, {**start.server, "model": model}, {})
@@ -195,7 +196,7 @@ def test_two_rounds_are_torchs(name: str) -> None:
             expected = dict(module.state_dict())
             assert far(reply.up["model"], pick(expected, received)) < 1e-10
             own = {MEAN: expected["mean"], DEVIATION: expected["deviation"], SCALE: expected["scale"]}
-            assert far(state.mines[client.name]["model"], own) < 1e-10
+            assert far(state.locals[client.name]["model"], own) < 1e-10
             assert all(
                 float((leaf - start).abs().max()) > 1e-5 for leaf, start in zip(own.values(), (0, 1, 1), strict=True)
             )
@@ -239,14 +240,14 @@ def test_without_weights_and_deviation_the_trajectory_is_fedavgs(name: str) -> N
     assert far(*ends) < 1e-12
     assert far(ends[0], start) > 0.01
     for client in fed.deployed(State(3, {"model": ends[0]})).values():  # and so are its predictions
-        logits = fed.setup.method.forward(client, images()).logits
+        logits = fed.setup.method.predict(client, images()).logits
         assert torch.allclose(logits, arch(ends[1], images()).logits.log_softmax(1), rtol=0, atol=1e-10)
 
 
 def test_without_weights_it_is_fedavg_with_a_stochastic_encoder() -> None:
     state = ran("fedsr", SIZED, l2r=0.0, cmi=0.0)
     assert equal(state.server["model"], ran(StochasticMethod, SIZED).server["model"])
-    for tree in state.mines.values():
+    for tree in state.locals.values():
         size = stochastic(AWKWARD).feature_size
         untouched = {MEAN: torch.zeros(CLASSES, size), DEVIATION: torch.ones(CLASSES, size), SCALE: torch.ones(())}
         assert equal(tree["model"], double(untouched))
@@ -260,7 +261,7 @@ def test_the_norm_shortens_and_the_references_come_closer() -> None:
         fed, _ = federation("fedsr", make_task((12,)), train, PLAIN, **weights)
         state, _ = run(fed)
         output = fed.setup.method.arch(state.server["model"], make_task((12,)).images.double() / 255)
-        own = state.mines["a"]["model"]
+        own = state.locals["a"]["model"]
         table = {"mean": own[MEAN], "deviation": F.softplus(own[DEVIATION])}
         reference = gaussians.of_classes(table, make_task((12,)).labels)
         scale = own[SCALE]
@@ -296,14 +297,14 @@ def test_only_the_network_travels(name: str) -> None:
                 assert set(message) == {"model"}
                 assert set(message["model"]) == entries
                 assert float_bytes(message) == 8 * floats
-            assert set(replies[client].mine["model"]) == set(NAMES)
+            assert set(replies[client].local["model"]) == set(NAMES)
     assert [report.bytes_up for report in reports] == [report.bytes_down for report in reports] == [3 * 8 * floats] * 3
 
 
 def test_everybody_serves_with_the_global_model() -> None:
     fed, _ = federation("fedsr", SIZED)
     state, _ = run(fed)
-    served = {**fed.deployed(state), **fed.newcomers(state)}
+    served = {**fed.deploy(state).trained(), **fed.unseen(fed.deploy(state))}
     assert set(served) == {"a", "b", "c", "new0", "new1"}
     for tree in served.values():
         assert set(tree) == {"model"}
@@ -318,8 +319,8 @@ def test_an_absent_client_keeps_its_references() -> None:
     for _ in range(6):
         before = state
         state, _ = fed.step(state)
-        for name in set(before.mines) - set(watch.downs[-1]):
-            assert equal_trees(state.mines[name], before.mines[name])
+        for name in set(before.locals) - set(watch.downs[-1]):
+            assert equal_trees(state.locals[name], before.locals[name])
             stayed += 1
     assert stayed > 3
 
@@ -329,7 +330,7 @@ def test_a_deployed_model_averages_the_probabilities_of_samples(samples: int) ->
     method = FedSR(stochastic(AWKWARD), TRAIN, samples=samples)
     tensors = double(method.arch.init(0))
     x = images()
-    found = method.forward({"model": tensors}, x)
+    found = method.predict({"model": tensors}, x)
     output = method.arch(tensors, x)
     mean = torch.zeros(len(x), CLASSES, dtype=torch.float64)
     for number in range(samples):
@@ -347,7 +348,7 @@ def test_no_samples_predict_with_the_mean() -> None:
     tensors = double(method.arch.init(0))
     for batch_stats in (False, True):
         found, plain = (
-            one({"model": tensors}, images(), batch_stats) for one in (method.forward, FedAvg(method.arch).forward)
+            one({"model": tensors}, images(), batch_stats) for one in (method.predict, FedAvg(method.arch).forward)
         )
         assert torch.equal(found.logits, plain.logits)
         assert equal(found.buffers, plain.buffers)
@@ -356,7 +357,7 @@ def test_no_samples_predict_with_the_mean() -> None:
 def test_the_deterministic_adapter_predicts_with_the_mean_too() -> None:
     drawing, plain = (FedSR(stochastic(AWKWARD), TRAIN, samples=samples) for samples in (20, 0))
     state = {"model": double(drawing.arch.init(0))}
-    found, after = Deterministic(arch=drawing.arch, forward=drawing.forward).predict(state, images(), {})
+    found, after = Deterministic(arch=drawing.arch, predict_with=drawing.predict).predict(state, images(), {})
     assert after is state
     assert torch.equal(found.logits, plain.forward(state, images()).logits)
     assert not torch.allclose(found.logits.softmax(1), drawing.forward(state, images()).logits.softmax(1))
@@ -376,9 +377,9 @@ def test_an_answer_depends_on_the_image_alone() -> None:
     method = FedSR(stochastic(AWKWARD), TRAIN)
     model = {"model": double(method.arch.init(0))}
     x = images(7)
-    together = method.forward(model, x).logits
-    alone = torch.cat([method.forward(model, one).logits for one in x.split(1)])
-    shuffled = method.forward(model, x.flip(0)).logits.flip(0)
+    together = method.predict(model, x).logits
+    alone = torch.cat([method.predict(model, one).logits for one in x.split(1)])
+    shuffled = method.predict(model, x.flip(0)).logits.flip(0)
     assert torch.allclose(together, alone, rtol=0, atol=1e-13)
     assert torch.allclose(together, shuffled, rtol=0, atol=1e-13)
 

@@ -11,19 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedshift.core.method import Batch, Facts, Method, Now, Phase, Train
+from fedshift.core.context import ClientInfo, Context, Phase
+from fedshift.core.method import Batch, Method, Train
 from fedshift.core.optim import SGD, Adam
 from fedshift.core.registry import METHODS
-from fedshift.core.schedule import Plan
 from fedshift.core.tree import Tensors, Tree, pick
 from fedshift.engines.reference import moment, schedule_of, work
+from fedshift.engines.schedule import Plan
 from fedshift.errors import UserError
 from fedshift.methods.ditto import Ditto
 from fedshift.methods.fedavg import FedAvg
 from fedshift.methods.fedbn import FedBN
 from fedshift.methods.local import Local
 from fedshift.methods.scaffold import Scaffold
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.store.state import State
 from fedshift.store.trees import load, save
 from tests.methods.federations import (
@@ -72,11 +73,11 @@ class Frozen:
         return all(equal_trees(tree, copy) for tree, copy in self._pairs)
 
 
-def one_step_of(method: str) -> tuple[Federation, Method, State, Now]:
+def one_step_of(method: str) -> tuple[Session, Method, State, Now]:
     """A federation after a round, so that memories are not zero."""
     fed, _ = federation(method, SIZED, replace(TRAIN, momentum=0.5))
     state, _ = run(fed, 1)
-    return fed, fed.setup.method, state, fed.now(state)
+    return fed, fed.setup.method, state, fed.context(state.round)
 
 
 @pytest.mark.parametrize("name", list(METHODS))
@@ -88,13 +89,13 @@ def test_hooks_change_none_of_their_arguments(name: str) -> None:
     plan = Plan(method.phases(now), now, SEED)
     for client in fed.training.clients:
         down = frozen(method.broadcast(state.server, client.name, now))
-        mine = frozen(fed._mine(state, client, now))
-        reply = work(method, down, mine, client, fed.training, plan, DOUBLE)
+        local = frozen(fed._local(state, client, now))
+        reply = work(method, down, local, client, fed.training, plan, DOUBLE)
         ups[client.name] = frozen(reply.up)
-        frozen(method.deployed(down, reply.mine))
+        frozen(method.deployed(down, reply.local))
     sizes = torch.tensor([float(len(client.train)) for client in fed.training.clients])
     method.aggregate(state.server, ups, fed._moment(now, sizes), {"seed": torch.tensor(1)})
-    published = {client: frozen(method.publish(frozen(tree))) for client, tree in state.mines.items()}
+    published = {client: frozen(method.publish(frozen(tree))) for client, tree in state.locals.items()}
     method.welcome(state.server, published)
     method.broadcast(state.server, None, now)
     assert frozen.whole()
@@ -119,10 +120,10 @@ def test_server_and_private_memory_keep_their_form(name: str) -> None:
         return {slot: {n: (t.shape, t.dtype) for n, t in leaves.items()} for slot, leaves in tree.items()}
 
     start = fed.start()
-    born = {c.name: form(fed._mine(start, c, fed.now(start))) for c in fed.training.clients}
+    born = {c.name: form(fed._local(start, c, fed.context(start.round))) for c in fed.training.clients}
     state, _ = run(fed, 2)
     assert form(state.server) == form(start.server)
-    for client, tree in state.mines.items():
+    for client, tree in state.locals.items():
         assert form(tree) == born[client]
 
 
@@ -135,10 +136,10 @@ def test_what_comes_down_and_what_is_private_make_a_whole_model(name: str) -> No
         down = method.broadcast(state.server, client.name, now)
         assert not set(down["model"]) & private
         assert set(down["model"]) | private >= entries  # a private head may stand beside the network's own
-        ready = method.client_init(down, fed._mine(state, client, now))
+        ready = method.begin(down, fed._local(state, client, now))
         assert set(ready["model"]) == set(down["model"]) | private
         last = replace(now, final=True)
-        settled = method.client_init(method.broadcast(state.server, client.name, last), fed._mine(state, client, last))
+        settled = method.begin(method.broadcast(state.server, client.name, last), fed._local(state, client, last))
         for phases, begun in ((method.phases(now), ready), (method.final_phases(), settled)):
             for phase in phases:
                 beside = set(begun[phase.slot]) - entries
@@ -147,23 +148,23 @@ def test_what_comes_down_and_what_is_private_make_a_whole_model(name: str) -> No
     for phase in (*method.phases(now), *method.final_phases()):
         covered = [n for names, _ in method.groups(phase) for n in names]
         assert sorted(covered) == sorted(method.trainable(phase))  # every name once
-    for tree in fed.deployed(state).values():
-        assert set(tree) >= method.deploys
+    for tree in fed.deploy(state).trained().values():
+        assert set(tree) >= method.provides
         assert set(tree["model"]) == entries
-        assert method.forward(tree, torch.zeros(2, *SHAPE, dtype=torch.float64)).logits.shape == (2, CLASSES)
+        assert method.predict(tree, torch.zeros(2, *SHAPE, dtype=torch.float64)).logits.shape == (2, CLASSES)
 
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_a_run_is_a_function_of_its_seed(name: str) -> None:
     first, again = (run(federation(name, SIZED)[0]) for _ in range(2))
     assert equal_trees(first[0].server, again[0].server)
-    assert first[0].mines.keys() == again[0].mines.keys()
-    assert all(equal_trees(first[0].mines[client], again[0].mines[client]) for client in first[0].mines)
+    assert first[0].locals.keys() == again[0].locals.keys()
+    assert all(equal_trees(first[0].locals[client], again[0].locals[client]) for client in first[0].locals)
     assert [report.loss for report in first[1]] == [report.loss for report in again[1]]
-    other = Federation(*_with_another_seed(name))
+    other = Session(*_with_another_seed(name))
     ends = [run(other)[0], first[0]]
     # where weights do not travel the server has no model
-    models = [end.server["model"] or end.mines["a"]["model"] for end in ends]
+    models = [end.server["model"] or end.locals["a"]["model"] for end in ends]
     assert far(*models) > 1e-3
 
 
@@ -182,8 +183,8 @@ def test_a_run_resumed_from_its_file_ends_the_same(name: str, tmp_path: Path) ->
     for _ in range(2):
         state, _ = fed.step(state)
     assert equal_trees(state.server, whole.server)
-    assert state.mines.keys() == whole.mines.keys()
-    assert all(equal_trees(state.mines[client], whole.mines[client]) for client in whole.mines)
+    assert state.locals.keys() == whole.locals.keys()
+    assert all(equal_trees(state.locals[client], whole.locals[client]) for client in whole.locals)
 
 
 @pytest.mark.parametrize("name", list(METHODS))
@@ -191,7 +192,7 @@ def test_evaluating_on_the_way_changes_nothing(name: str) -> None:
     fed, _ = federation(name, SIZED)
     state = fed.start()
     for _ in range(3):
-        fed.deployed(state)
+        fed.deploy(state).trained()
         fed.after_local(state)
         state, _ = fed.step(state)
     assert equal_trees(state.server, ran(name, SIZED).server)
@@ -209,12 +210,12 @@ def test_new_clients_never_influence_training(name: str) -> None:
         fed, _ = federation(name, other)
         state = fed.start()
         for _ in range(fed.rounds):
-            fed.newcomers(state)
+            fed.unseen(fed.deploy(state))
             state, _ = fed.step(state)
         ends.append(state)
     for end in ends[1:]:
         assert equal_trees(end.server, ends[0].server)
-        assert all(equal_trees(end.mines[client], mine) for client, mine in ends[0].mines.items())
+        assert all(equal_trees(end.locals[client], local) for client, local in ends[0].locals.items())
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedbn", "local"])
@@ -226,7 +227,7 @@ def test_models_after_local_training_are_those_of_the_next_round(name: str) -> N
     following, _ = fed.step(state)
     for client, tree in trees.items():
         reply = watch.replies[-1][client]
-        assert equal(tree["model"], {**following.mines.get(client, {}).get("model", {}), **reply.up["model"]})
+        assert equal(tree["model"], {**following.locals.get(client, {}).get("model", {}), **reply.up["model"]})
 
 
 def test_no_model_after_local_training_where_clients_do_not_train() -> None:
@@ -241,7 +242,7 @@ def stepped(method: Method, phase: Phase, count: int = 6, rounds: int = 1) -> tu
     """A model before and after this phase on one client, and the plan."""
     task = make_task((count,))
     start = {n: t.double() if t.is_floating_point() else t for n, t in method.arch.init(0).items()}
-    plan = Plan((phase,), Now(0, 1, 1), SEED)
+    plan = Plan((phase,), Context(0, 1, 1), SEED)
     reply = work(method, {"model": start}, {}, task.clients[0], task, plan, DOUBLE)
     return start, reply.up["model"], plan
 
@@ -308,7 +309,7 @@ class Both(torch.optim.Optimizer):
 
 def test_optimiser_memory_is_fresh_in_every_phase_and_round() -> None:
     class Twice(FedAvg):
-        def phases(self, now: Now) -> tuple[Phase, ...]:
+        def phases(self, ctx: Context) -> tuple[Phase, ...]:
             return (Phase(name="one"), Phase(name="two"))
 
     watched, steps = watching(Twice)
@@ -342,16 +343,16 @@ def test_now_says_where_in_the_run_a_client_is() -> None:
 
 def test_the_rate_stops_falling_after_the_last_round() -> None:
     train = Train(lr_decay=0.5)
-    assert [Now(r, 3, 1).decay(train) for r in range(4)] == [1.0, 0.5, 0.25, 0.25]
-    assert Now(0, 0, 1).decay(train) == 1.0
+    assert [Context(r, 3, 1).decay(train) for r in range(4)] == [1.0, 0.5, 0.25, 0.25]
+    assert Context(0, 0, 1).decay(train) == 1.0
 
 
 def test_a_fold_sees_every_sample_once_in_order_and_trains_nothing() -> None:
     seen: list[Tensor] = []
 
     class Folding(FedAvg):
-        def phases(self, now: Now) -> tuple[Phase, ...]:
-            return (Phase(trainable=frozenset(), name="look"),)
+        def phases(self, ctx: Context) -> tuple[Phase, ...]:
+            return (Phase(kind="fold", name="look"),)
 
         def fold(self, state: Tree, batch: Batch, phase: Phase) -> Tree:
             seen.append(batch["index"])
@@ -377,7 +378,7 @@ def test_a_phase_may_train_on_validation_data() -> None:
     watched, steps = watching(FedAvg)
 
     class OnValidation(watched):  # type: ignore[valid-type,misc]
-        def phases(self, now: Now) -> tuple[Phase, ...]:
+        def phases(self, ctx: Context) -> tuple[Phase, ...]:
             return (Phase(data="val"),)
 
     run(federation(OnValidation, SIZED)[0], 1)
@@ -386,7 +387,7 @@ def test_a_phase_may_train_on_validation_data() -> None:
 
 def test_a_phase_on_public_data_needs_public_data() -> None:
     class Public(FedAvg):
-        def phases(self, now: Now) -> tuple[Phase, ...]:
+        def phases(self, ctx: Context) -> tuple[Phase, ...]:
             return (Phase(data="public"),)
 
     with pytest.raises(UserError, match=r"needs a public set.*\[split\] public"):
@@ -422,9 +423,9 @@ def test_the_reported_loss_is_the_mean_over_steps_then_over_clients_by_size() ->
 def test_moment_agrees_with_what_the_server_is_told() -> None:
     fed, _ = federation("fedavg", SIZED, replace(TRAIN, lr_decay=0.5))
     state, _ = run(fed, 2)
-    plan = Plan((), fed.now(state), SEED)
+    plan = Plan((), fed.context(state.round), SEED)
     client = moment(fed.setup.method, SIZED, SIZED.clients[0], plan, 1, DOUBLE)
-    server = fed._moment(fed.now(state), torch.ones(3))
+    server = fed._moment(fed.context(state.round), torch.ones(3))
     for name in ("round", "rounds", "clients", "lr"):
         assert float(server[name]) == pytest.approx(float(client[name]), rel=1e-7)
 
@@ -443,7 +444,7 @@ def test_weights_sum_to_one() -> None:
 
 def test_two_architectures_cannot_be_averaged() -> None:
     with pytest.raises(UserError, match="FedAvg averages weights, so all clients need one architecture, not a, b"):
-        FedAvg(PLAIN).server_init({"a": {}, "b": {}}, ("x", "y"))
+        FedAvg(PLAIN).init_server({"a": {}, "b": {}}, ("x", "y"))
 
 
 def test_participants_are_a_fair_and_repeatable_choice() -> None:
@@ -470,11 +471,11 @@ def test_absent_clients_keep_their_private_memory() -> None:
         before = state
         state, _ = fed.step(state)
         present = set(watch.downs[-1])
-        assert set(state.mines) == set(before.mines) | present
-        for name in set(before.mines) - present:
-            assert equal_trees(state.mines[name], before.mines[name])
-        for name in set(before.mines) & present:
-            assert not equal_trees(state.mines[name], before.mines[name])
+        assert set(state.locals) == set(before.locals) | present
+        for name in set(before.locals) - present:
+            assert equal_trees(state.locals[name], before.locals[name])
+        for name in set(before.locals) & present:
+            assert not equal_trees(state.locals[name], before.locals[name])
 
 
 # --- clients nobody has seen ------------------------------------------------------------------------------------------
@@ -485,14 +486,14 @@ def test_newcomers_start_from_the_global_model_and_the_mean_of_what_is_published
     for name, private in (("fedavg", set()), ("scaffold", set()), ("ditto", set()), ("fedbn", NORM), ("fedper", HEAD)):
         fed, _ = federation(name, task)
         state, _ = run(fed)
-        models, cost = fed.newcomers(state), fed.settled(state).published
+        models, cost = fed.unseen(fed.deploy(state)), fed.settled(state).published
         assert set(models) == {"new0", "new1"}
         floats = 0
         for tree in models.values():
             shared = ENTRIES - private
             assert equal(pick(tree["model"], shared), pick(state.server["model"], shared))
             for entry in private:
-                own = torch.stack([state.mines[c]["model"][entry].double() for c in "abc"])
+                own = torch.stack([state.locals[c]["model"][entry].double() for c in "abc"])
                 expected = own.amax(0) if entry.endswith("tracked") else own.mean(0)
                 assert torch.allclose(tree["model"][entry].double(), expected, rtol=1e-6)
             floats = sum(tree["model"][entry].numel() for entry in private if not entry.endswith("tracked"))
@@ -502,9 +503,9 @@ def test_newcomers_start_from_the_global_model_and_the_mean_of_what_is_published
 def test_the_mean_of_what_is_published_is_as_precise_as_the_run() -> None:
     fed, _ = federation("fedper", make_task((5, 9, 12), unseen=1))
     state, _ = run(fed)
-    models = fed.newcomers(state)
+    models = fed.unseen(fed.deploy(state))
     for entry in HEAD:
-        expected = torch.stack([state.mines[c]["model"][entry] for c in "abc"]).mean(0)
+        expected = torch.stack([state.locals[c]["model"][entry] for c in "abc"]).mean(0)
         assert torch.allclose(models["new0"]["model"][entry], expected, rtol=0, atol=1e-14)
 
 
@@ -513,7 +514,7 @@ def test_methods_that_offer_nothing_have_no_newcomers(name: str) -> None:
     """The alternative is a score of weights that nobody trained."""
     fed, _ = federation(name, make_task((5, 9, 12), unseen=1))
     state, _ = run(fed)
-    assert fed.newcomers(state) == {}
+    assert fed.unseen(fed.deploy(state)) == {}
 
 
 # --- clients that come to nothing -------------------------------------------------------------------------------------
@@ -537,8 +538,8 @@ def rotten(base: type[Method], how: str, everybody: bool = False, rounds: tuple[
             bad = {"loss is NaN": torch.nan, "loss is infinite": torch.inf}.get(how)
             return (value if bad is None else torch.where(fails(state), bad, value)), buffers
 
-        def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
-            up, kept = super().client_final(state, down, mine)
+        def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:
+            up, kept = super().finish(state, down, local)
             tree, slot = (up, "model") if how == "update is infinite" else (kept, next(iter(kept), ""))
             if how in ("update is infinite", "memory is NaN") and slot and bool(fails(state)):
                 name = next(n for n, leaf in tree[slot].items() if leaf.is_floating_point())
@@ -559,21 +560,21 @@ def failures() -> Iterator[tuple[type[Method], str]]:
 def test_a_client_that_is_not_finite_is_named_and_left_out(base: type[Method], how: str) -> None:
     fed, watch = federation(rotten(base, how), SIZED)
     first, report = fed.step(fed.start())
-    assert report.left_out == ()
+    assert report.diverged == ()
     second, report = fed.step(first)
-    assert report.left_out == ("b",)
+    assert report.diverged == ("b",)
     assert report.participants == 3
     assert torch.isfinite(torch.tensor(report.loss))
     # its memory stays, the others' goes on
-    assert all(equal_trees(second.mines[c], first.mines[c]) == (c == "b") for c in first.mines)
+    assert all(equal_trees(second.locals[c], first.locals[c]) == (c == "b") for c in first.locals)
     # the server hears the others only
     sound = {name: reply.up for name, reply in watch.replies[1].items() if name != "b"}
-    told = fed._moment(fed.now(first), torch.tensor([5.0, 12.0]))
+    told = fed._moment(fed.context(first.round), torch.tensor([5.0, 12.0]))
     expected = fed.setup.method.aggregate(first.server, sound, told, {"seed": torch.tensor(0)})
     assert equal_trees(second.server, expected)
     assert base is Local or not equal_trees(second.server, first.server)
     third, report = fed.step(second)  # it is well again
-    assert report.left_out == ()
+    assert report.diverged == ()
     assert all(
         bool(leaf.isfinite().all()) for tree in third.trees().values() for s in tree.values() for leaf in s.values()
     )
@@ -584,29 +585,29 @@ def test_when_nobody_is_finite_nothing_changes(base: type[Method]) -> None:
     fed, _ = federation(rotten(base, "loss becomes NaN", everybody=True), SIZED)
     first, _ = fed.step(fed.start())
     second, report = fed.step(first)
-    assert report.left_out == ("a", "b", "c")
+    assert report.diverged == ("a", "b", "c")
     assert second.round == 2
     assert equal_trees(second.server, first.server)
-    assert all(equal_trees(second.mines[c], first.mines[c]) for c in first.mines)
-    assert second.mines.keys() == first.mines.keys()
+    assert all(equal_trees(second.locals[c], first.locals[c]) for c in first.locals)
+    assert second.locals.keys() == first.locals.keys()
     assert report.loss != report.loss  # NaN: there is none
 
 
 def test_a_client_that_fails_at_once_is_born_again() -> None:
     fed, _ = federation(rotten(FedBN, "loss becomes NaN", rounds=(0,)), SIZED)
     first, report = fed.step(fed.start())
-    assert report.left_out == ("b",)
-    assert set(first.mines) == {"a", "c"}
+    assert report.diverged == ("b",)
+    assert set(first.locals) == {"a", "c"}
     second, report = fed.step(first)
-    assert report.left_out == ()
-    assert set(second.mines) == {"a", "b", "c"}
+    assert report.diverged == ()
+    assert set(second.locals) == {"a", "b", "c"}
 
 
 def test_scaffolds_controls_still_average_to_the_servers_without_a_failed_client() -> None:
     fed, _ = federation(rotten(Scaffold, "loss becomes NaN"), SIZED)
     state, _ = run(fed)
     for name, control in state.server["c"].items():
-        mean = sum((tree["ci"][name] for tree in state.mines.values()), torch.tensor(0.0)) / 3
+        mean = sum((tree["ci"][name] for tree in state.locals.values()), torch.tensor(0.0)) / 3
         assert torch.allclose(mean, control, rtol=0, atol=1e-12)
 
 
@@ -622,7 +623,7 @@ def test_a_client_whose_last_phases_fail_serves_with_what_it_had() -> None:
 
     fed, _ = federation(Failing, SIZED)
     state, _ = run(fed)
-    deployed = fed.deployed(state)
+    deployed = fed.deploy(state).trained()
     assert equal(deployed["b"]["model"], state.server["model"])
     assert far(deployed["a"]["model"], state.server["model"]) > 1e-4
 
@@ -631,8 +632,8 @@ def test_a_client_that_fails_after_local_training_serves_with_what_it_had() -> N
     fed, _ = federation(rotten(FedBN, "loss becomes NaN"), SIZED)
     state, _ = run(fed, 1)
     trees = fed.after_local(state)
-    assert far(trees["a"]["model"], fed.deployed(state)["a"]["model"]) > 1e-4
-    assert equal(trees["b"]["model"], fed.deployed(state)["b"]["model"])
+    assert far(trees["a"]["model"], fed.deploy(state).trained()["a"]["model"]) > 1e-4
+    assert equal(trees["b"]["model"], fed.deploy(state).trained()["b"]["model"])
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -667,30 +668,30 @@ def test_the_optimiser_of_the_settings() -> None:
 def test_a_rate_of_zero_is_not_a_failure(name: str) -> None:
     fed, _ = federation(name, make_task((8, 8)), replace(TRAIN, lr=0.0), PLAIN if name != "fedbn" else AWKWARD)
     state, reports = run(fed, 2)
-    assert all(report.left_out == () for report in reports)
+    assert all(report.diverged == () for report in reports)
     parameters = set(fed.setup.method.arch.parameters)
     assert equal(pick(state.server["model"], parameters), pick(fed.start().server["model"], parameters))
 
 
 def test_facts_reach_a_client_when_it_is_born() -> None:
-    told: dict[str, Facts] = {}
+    told: dict[str, ClientInfo] = {}
 
     class Curious(FedAvg):
-        def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
-            told[facts.client] = facts
-            return {"note": {"samples": torch.tensor(facts.samples)}}
+        def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
+            told[info.client] = facts
+            return {"note": {"samples": torch.tensor(info.samples)}}
 
-        def client_init(self, down: Tree, mine: Tree) -> Tree:
-            return {**super().client_init(down, mine), **mine}
+        def begin(self, down: Tree, local: Tree) -> Tree:
+            return {**super().begin(down, local), **local}
 
     fed, _ = federation(Curious, make_task((5, 9), unseen=1))
     state, _ = run(fed, 2)
-    fed.newcomers(state)
-    assert [(facts.client, facts.number, facts.samples) for facts in told.values()] == [
+    fed.unseen(fed.deploy(state))
+    assert [(info.client, info.number, info.samples) for facts in told.values()] == [
         ("a", 0, 5),
         ("b", 1, 9),
         ("new0", -1, 0),
     ]
-    assert [int(facts.histogram.sum()) for facts in told.values()] == [5, 9, 0]
-    assert len({facts.seed for facts in told.values()}) == 3
-    assert {name: int(tree["note"]["samples"]) for name, tree in state.mines.items()} == {"a": 5, "b": 9}
+    assert [int(info.histogram.sum()) for facts in told.values()] == [5, 9, 0]
+    assert len({info.seed for facts in told.values()}) == 3
+    assert {name: int(tree["note"]["samples"]) for name, tree in state.locals.items()} == {"a": 5, "b": 9}

@@ -23,7 +23,7 @@ from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, MethodSpec
 from fedshift.methods.finetune_rotation import RotationFineTune
 from fedshift.methods.knn_per import KNNPer
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.runs.setup import Setup
 from fedshift.store.state import State
 from tests.methods.federations import (
@@ -97,12 +97,12 @@ def test_the_prediction_is_the_mixture_of_the_model_and_a_brute_force_vote(
     method = KNNPer(arch=AWKWARD, train=TRAIN, neighbours=neighbours, bandwidth=bandwidth)
     fed, _ = federation("knn-per", TASK, neighbours=neighbours, bandwidth=bandwidth)
     state, _ = run(fed)
-    tree = fed.deployed(state)["c"]
+    tree = fed.deploy(state).trained()["c"]
     tree = {**tree, "memory": {**tree["memory"], "lam": torch.tensor(lam, dtype=torch.float64)}}
     x = pixels(TASK.clients[2].test)
     with torch.no_grad():
         plain = AWKWARD(state.server["model"], x)
-        output = method.forward(tree, x)
+        output = method.predict(tree, x)
     vote = votes(plain.features, tree["memory"]["features"], tree["memory"]["labels"], neighbours, bandwidth)
     expected = (1 - lam) * plain.logits.softmax(1).numpy() + lam * vote
     assert np.abs(output.logits.exp().numpy() - expected).max() < 1e-9
@@ -118,9 +118,9 @@ def test_the_memory_holds_each_training_sample_once_seen_by_the_final_extractor(
 ) -> None:
     fed, watch = federation("knn-per", TASK, arch=ARCHS[arch], train=replace(TRAIN, **recipe))
     state, _ = run(fed)
-    assert state.mines == {}
+    assert state.locals == {}
     for client in TASK.clients:
-        memory = fed.deployed(state)[client.name]["memory"]
+        memory = fed.deploy(state).trained()[client.name]["memory"]
         assert memory["features"].shape == (len(client.train), ARCHS[arch].feature_size)
         with torch.no_grad():
             expected = ARCHS[arch].encode(state.server["model"], pixels(client.train))[0]
@@ -147,7 +147,7 @@ def test_the_weight_is_the_smallest_of_the_best_on_validation_data(arch: str, ro
     task = make_task((20, 30, 12, 8), val=25)
     fed, _ = federation("knn-per", task, train=replace(TRAIN, lr=0.2), arch=ARCHS[arch], rounds=rounds)
     state, _ = run(fed)
-    deployed = fed.deployed(state)
+    deployed = fed.deploy(state).trained()
     chosen = []
     for client in task.clients:
         lam, hits = best_by_hand(deployed[client.name], ARCHS[arch], client, task)
@@ -169,7 +169,7 @@ def test_where_all_weights_are_as_good_as_each_other_the_model_speaks_alone() ->
     level = replace(one_class, labels=torch.zeros_like(one_class.labels))
     fed, _ = federation("knn-per", level, train=replace(TRAIN, lr=0.5), rounds=5)
     state, _ = run(fed)
-    assert all(float(tree["memory"]["lam"]) == 0 for tree in fed.deployed(state).values())
+    assert all(float(tree["memory"]["lam"]) == 0 for tree in fed.deploy(state).trained().values())
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -179,14 +179,14 @@ def test_without_weight_it_is_fedavg(arch: str) -> None:
     theirs, other = run(federation("fedavg", TASK, arch=ARCHS[arch])[0])
     assert equal(state.server["model"], theirs.server["model"])
     assert [(r.bytes_up, r.bytes_down, r.loss) for r in reports] == [(r.bytes_up, r.bytes_down, r.loss) for r in other]
-    assert all(reply.mine == {} for replies in watch.replies for reply in replies.values())
+    assert all(reply.local == {} for replies in watch.replies for reply in replies.values())
     method = fed.setup.method
     for client in TASK.clients:
-        tree = fed.deployed(state)[client.name]
+        tree = fed.deploy(state).trained()[client.name]
         silent = {**tree, "memory": {**tree["memory"], "lam": torch.zeros((), dtype=torch.float64)}}
         x = pixels(client.test)
         expected = ARCHS[arch](theirs.server["model"], x).logits
-        found = method.forward(silent, x).logits
+        found = method.predict(silent, x).logits
         assert torch.equal(found.argmax(1), expected.argmax(1))
         assert float((found - expected.log_softmax(1)).abs().max()) < 1e-12
 
@@ -194,14 +194,14 @@ def test_without_weight_it_is_fedavg(arch: str) -> None:
 def test_strangers_have_no_memory() -> None:
     fed, _ = federation("knn-per", TASK)
     state, _ = run(fed)
-    strangers, published = fed.newcomers(state), fed.settled(state).published
+    strangers, published = fed.unseen(fed.deploy(state)), fed.settled(state).published
     assert published == 0
     for client in TASK.unseen:
         tree = strangers[client.name]
         assert tree["memory"]["features"].shape == (0, AWKWARD.feature_size)
         assert float(tree["memory"]["lam"]) == 0
         x = pixels(client.test)
-        assert torch.equal(fed.setup.method.forward(tree, x).logits, AWKWARD(state.server["model"], x).logits)
+        assert torch.equal(fed.setup.method.predict(tree, x).logits, AWKWARD(state.server["model"], x).logits)
     scores = fed.evaluate(
         {AWKWARD.name: fed.setup.adapter(AdapterSpec(name="none"), fed.setup.method)}, strangers, ["test"]
     )
@@ -214,7 +214,7 @@ def test_far_memories_and_sure_models_give_numbers() -> None:
     memory = {"features": 100 * torch.rand(7, 5), "labels": torch.arange(7) % CLASSES, "lam": torch.tensor(0.5)}
     for lam in (0.0, 0.5, 1.0):
         tree: Tree = {"model": model, "memory": {**memory, "lam": torch.tensor(lam)}}
-        assert bool(method.forward(tree, torch.rand(9, *SHAPE)).logits.isfinite().all())
+        assert bool(method.predict(tree, torch.rand(9, *SHAPE)).logits.isfinite().all())
 
 
 def test_deployed_is_a_pure_function_of_the_state() -> None:
@@ -222,8 +222,8 @@ def test_deployed_is_a_pure_function_of_the_state() -> None:
         fed, _ = federation(name, TASK)
         state, _ = run(fed, 2)
         before = copied(state.server)
-        first = fed.deployed(state)
-        assert all(equal_trees(fed.deployed(state)[client], tree) for client, tree in first.items())
+        first = fed.deploy(state).trained()
+        assert all(equal_trees(fed.deploy(state).trained()[client], tree) for client, tree in first.items())
         assert equal_trees(state.server, before)
         assert equal_trees(fed.step(state)[0].server, ran(name, TASK).server)
 
@@ -247,7 +247,7 @@ def test_a_head_of_zeros_changes_nothing_in_the_first_step(arch: str) -> None:
         for name in ("finetune", "finetune-rotation"):
             fed, _ = federation(name, TASK, train=train, arch=ARCHS[arch], rounds=1)
             state, _ = run(fed)
-            ends.append((state, fed.deployed(state)))
+            ends.append((state, fed.deploy(state).trained()))
         assert equal(ends[0][0].server["model"], ends[1][0].server["model"])  # nor does the head travel in any round
         for client in TASK.clients:
             plain, rotating = (end[1][client.name]["model"] for end in ends)
@@ -269,7 +269,7 @@ def test_the_personal_phase_trains_both_tasks_as_torch_does(kind: type[nn.Module
     state, _ = run(fed)
     assert all("turn" not in batch and phase.name == "train" for _, batch, phase in steps)
     steps.clear()
-    deployed = fed.deployed(state)
+    deployed = fed.deploy(state).trained()
     for client in TASK.clients:
         own = [(batch, phase) for now, batch, phase in steps if int(now["now"]["samples"]) == len(client.train)]
         assert {phase.name for _, phase in own} == {"finetune"}
@@ -306,7 +306,7 @@ def test_the_rotation_head_never_travels() -> None:
     state, reports = run(fed)
     _, other = run(federation("fedavg", TASK)[0])
     assert [(r.bytes_up, r.bytes_down) for r in reports] == [(r.bytes_up, r.bytes_down) for r in other]
-    deployed = fed.deployed(state)
+    deployed = fed.deploy(state).trained()
     messages = [tree for down in watch.downs for tree in down.values()]
     messages += [reply.up for replies in watch.replies for reply in replies.values()]
     for tree in messages:
@@ -314,7 +314,7 @@ def test_the_rotation_head_never_travels() -> None:
     assert set(state.server) == {"model"}
     assert equal(state.server["model"], ran("fedavg", TASK).server["model"])
     for tree in deployed.values():
-        assert set(tree) == set(RotationFineTune.deploys) == {"model", "global", "rotation"}
+        assert set(tree) == set(RotationFineTune.provides) == {"model", "global", "rotation"}
         assert set(tree["model"]) == NETWORK
         assert equal(tree["global"], state.server["model"])
     names = {client: tree["rotation"]["rotation.bias"] for client, tree in deployed.items()}
@@ -324,7 +324,7 @@ def test_the_rotation_head_never_travels() -> None:
 def test_strangers_have_an_untrained_rotation_head_and_the_global_model() -> None:
     fed, _ = federation("finetune-rotation", TASK)
     state, _ = run(fed)
-    strangers, published = fed.newcomers(state), fed.settled(state).published
+    strangers, published = fed.unseen(fed.deploy(state)), fed.settled(state).published
     assert published == 0
     for tree in strangers.values():
         assert equal(tree["model"], state.server["model"])
@@ -337,7 +337,7 @@ def test_test_time_training_can_follow() -> None:
     fed, _ = federation("finetune-rotation", TASK)
     state, _ = run(fed)
     adapter = fed.setup.adapter(AdapterSpec(name="ttt", lr=0.1, copies=8), fed.setup.method)
-    deployed = {**fed.deployed(state), **fed.newcomers(state)}
+    deployed = {**fed.deploy(state).trained(), **fed.unseen(fed.deploy(state))}
     scores = fed.evaluate({AWKWARD.name: adapter}, deployed, ["test"])
     assert {score.samples for score in scores.values()} == {10}
     plain = fed.setup.adapter(AdapterSpec(name="none"), fed.setup.method)
@@ -358,7 +358,7 @@ def test_real_digits_teach_the_head_which_way_is_up() -> None:
     made = trained("finetune-rotation", rounds=8)
     method = replace(made.method, epochs=20)
     setup = Setup(MethodSpec(name="finetune-rotation"), {"cnn": method}, method.train)
-    fed = Federation(setup, made.task, made.federation.engine, made.federation.compute, seed=0, rounds=8)
+    fed = Session(setup, made.task, made.federation.engine, made.federation.compute, seed=0, rounds=8)
     start = {"model": next(iter(made.deployed.values()))["global"]}
     right = count = 0
     for name, tree in fed.deployed(State(8, start)).items():

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fedshift.core.compatibility import check_method
+from fedshift.core.context import Context, Phase
 from fedshift.core.grad import gradient
-from fedshift.core.method import Batch, Method, Now, Phase, Train
+from fedshift.core.method import Batch, Method, Train
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tensors, Tree, pick, weighted_mean
 from fedshift.errors import UserError
@@ -147,11 +148,15 @@ def test_no_epochs_leave_the_model_as_it_is(method: str) -> None:
     assert state.round == 3
     assert equal(state.server["model"], start.server["model"])
     entries = {*fed.setup.method.arch.parameters, *fed.setup.method.arch.buffers}
-    for client, tree in fed.deployed(state).items():
-        born = fed._birth(fed.task.client(client), fed.now(start)).get("model", {}) if client in fed._numbers else {}
+    for client, tree in fed.deploy(state).trained().items():
+        born = (
+            fed._birth(fed.task.client(client), fed.context(start.round)).get("model", {})
+            if client in fed._numbers
+            else {}
+        )
         begun = {**fed._initial[fed.setup.method.arch.name], **pick(born, entries)}  # some have a start of their own
         assert equal(tree["model"], begun)
-    assert all(report.left_out == () for report in reports)
+    assert all(report.diverged == () for report in reports)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "scaffold", "ditto", "fedbn", "fedper", "fedrep", "lg-fedavg"])
@@ -184,7 +189,7 @@ def test_with_one_client_it_does_not_matter_what_travels(method: str) -> None:
 def test_counters_stay_integers(method: str) -> None:
     fed, _ = federation(method, SIZED)
     state, _ = run(fed)
-    trees = {**state.trees(), **{f"deployed {name}": tree for name, tree in fed.deployed(state).items()}}
+    trees = {**state.trees(), **{f"deployed {name}": tree for name, tree in fed.deploy(state).trained().items()}}
     found = [
         leaf
         for tree in trees.values()
@@ -263,7 +268,7 @@ def test_the_proximal_gradient_is_mu_times_the_distance(cls: Any, slot: str) -> 
     method = cls(AWKWARD, TRAIN, strength)
     received = {name: leaf.double() if leaf.is_floating_point() else leaf for name, leaf in AWKWARD.init(0).items()}
     here = {**received, **random_like(pick(received, PARAMETERS), 1)}
-    state = {**method.client_init({"model": received}, {"personal": here} if slot == "personal" else {}), slot: here}
+    state = {**method.begin({"model": received}, {"personal": here} if slot == "personal" else {}), slot: here}
 
     def grads_of(which: Method) -> Tensors:
         live = pick(here, PARAMETERS)
@@ -279,10 +284,10 @@ def test_the_proximal_gradient_is_mu_times_the_distance(cls: Any, slot: str) -> 
 def test_running_statistics_are_not_in_the_proximal_term(cls: Any, slot: str) -> None:
     method = cls(AWKWARD, TRAIN, 1.0)
     received = AWKWARD.init(0)
-    mine = {"personal": received} if slot == "personal" else {}
+    local = {"personal": received} if slot == "personal" else {}
     values = []
     for shift in (0.0, 100.0):
-        state = method.client_init({"model": received}, mine)
+        state = method.begin({"model": received}, local)
         assert set(state["anchor"]) == PARAMETERS
         moved = {
             n: leaf + shift if n.endswith(("running_mean", "running_var")) else leaf for n, leaf in received.items()
@@ -299,8 +304,8 @@ def test_dittos_personal_model_without_its_term_is_local() -> None:
     for train in (TRAIN, replace(TRAIN, momentum=0.9, weight_decay=0.01, lr_decay=0.9, local_epochs=2)):
         ditto, local = (ran("ditto", SIZED, train, lam=0.0), ran("local", SIZED, train))
         for name in "abc":
-            assert equal(ditto.mines[name]["personal"], local.mines[name]["model"])
-    assert far(ran("ditto", SIZED, lam=1.0).mines["a"]["personal"], ditto.mines["a"]["personal"]) > 1e-4
+            assert equal(ditto.locals[name]["personal"], local.locals[name]["model"])
+    assert far(ran("ditto", SIZED, lam=1.0).locals["a"]["personal"], ditto.locals["a"]["personal"]) > 1e-4
 
 
 def test_dittos_global_model_is_fedavgs_whatever_its_strength() -> None:
@@ -319,7 +324,7 @@ def test_a_large_lambda_holds_the_personal_model_at_the_received_one() -> None:
         fed, watch = federation("ditto", SIZED, replace(TRAIN, local_epochs=4), lam=lam)
         state, _ = run(fed)
         received = watch.downs[-1]["a"]["model"]
-        gaps.append(far(pick(state.mines["a"]["personal"], PARAMETERS), pick(received, PARAMETERS)))
+        gaps.append(far(pick(state.locals["a"]["personal"], PARAMETERS), pick(received, PARAMETERS)))
     assert gaps == sorted(gaps, reverse=True)
     assert gaps[-1] < 0.25 * gaps[0]
 
@@ -327,9 +332,9 @@ def test_a_large_lambda_holds_the_personal_model_at_the_received_one() -> None:
 def test_ditto_deploys_the_personal_model() -> None:
     fed, _ = federation("ditto", SIZED)
     state, _ = run(fed)
-    deployed = fed.deployed(state)
+    deployed = fed.deploy(state).trained()
     for name in "abc":
-        assert equal(deployed[name]["model"], state.mines[name]["personal"])
+        assert equal(deployed[name]["model"], state.locals[name]["personal"])
 
 
 # --- SCAFFOLD ---------------------------------------------------------------------------------------------------------
@@ -353,7 +358,7 @@ def test_scaffolds_controls_average_to_the_servers(participation: float, setting
     state = fed.start()
     for _ in range(5):
         state, _ = fed.step(state)
-        own = [state.mines[name]["ci"] for name in state.mines]
+        own = [state.locals[name]["ci"] for name in state.locals]
         assert own
         for name, control in state.server["c"].items():
             mean = sum((ci[name] for ci in own), torch.tensor(0.0)) / 3  # who never came has a control of zero
@@ -391,7 +396,7 @@ def test_scaffold_is_the_papers_recursion() -> None:
         c = {n: c[n] + sum((change[n] for change in changes), torch.tensor(0.0)) / 3 for n in PARAMETERS}
         assert far(state.server["model"], w) < 1e-12
         assert far(state.server["c"], c) < 1e-12
-        assert all(far(state.mines[client]["ci"], ci[client]) < 1e-12 for client in "abc")
+        assert all(far(state.locals[client]["ci"], ci[client]) < 1e-12 for client in "abc")
 
 
 def test_scaffolds_server_rate_scales_the_step_of_parameters_only() -> None:
@@ -417,7 +422,7 @@ def test_scaffolds_control_is_the_gradient_where_the_gradient_is_always_the_same
     state = fed.start()
     for _ in range(3):
         state, _ = fed.step(state)
-        for tree in (state.server["c"], *(mine["ci"] for mine in state.mines.values())):
+        for tree in (state.server["c"], *(local["ci"] for local in state.locals.values())):
             assert far(tree, slope) < 1e-12
 
 
@@ -426,9 +431,9 @@ def test_a_client_without_steps_keeps_scaffolds_control() -> None:
     state = fed.start()
     for _ in range(3):
         state, report = fed.step(state)
-        assert report.left_out == ()
-        assert not any(bool(leaf.any()) for leaf in state.mines["a"]["ci"].values())
-    assert any(bool(leaf.any()) for leaf in state.mines["b"]["ci"].values())
+        assert report.diverged == ()
+        assert not any(bool(leaf.any()) for leaf in state.locals["a"]["ci"].values())
+    assert any(bool(leaf.any()) for leaf in state.locals["b"]["ci"].values())
 
 
 def test_scaffold_is_for_sgd() -> None:
@@ -491,9 +496,9 @@ def test_exactly_the_stated_tensors_travel(method: str) -> None:
     assert [report.bytes_up for report in reports] == [8 * floats * clients] * 3
     assert [report.bytes_down for report in reports] == [8 * floats * clients] * 3
     private = ENTRIES - SHARED[method]
-    for tree in state.mines.values():
+    for tree in state.locals.values():
         assert set(tree.get("model", {})) == private
-    assert bool(state.mines) == (bool(private) or method in ("ditto", "scaffold"))
+    assert bool(state.locals) == (bool(private) or method in ("ditto", "scaffold"))
 
 
 @pytest.mark.parametrize("method", ["fedbn", "fedper", "fedrep", "lg-fedavg", "local"])
@@ -501,22 +506,22 @@ def test_the_server_never_overwrites_what_is_private(method: str) -> None:
     """Whatever nonsense the server holds under a private name, nobody notices."""
     fed, _ = federation(method, SIZED)
     state, _ = run(fed, 1)
-    private = fed.setup.method.private(fed.now(state))
+    private = fed.setup.method.private(fed.context(state.round))
     assert private == ENTRIES - SHARED[method]
     kept = private & state.server["model"].keys()
     assert kept == (private if method != "local" else set())  # without a federation the server has no model at all
     for name in kept:  # not even touched by the first round
         assert torch.equal(state.server["model"][name], fed.start().server["model"][name])
-    own = [state.mines[name]["model"] for name in "abc"]
+    own = [state.locals[name]["model"] for name in "abc"]
     assert all(far(own[i], own[j]) > 1e-4 for i, j in ((0, 1), (1, 2), (0, 2)))
     nonsense = {n: leaf * 0 + 77 if n in private else leaf for n, leaf in state.server["model"].items()}
-    spoilt = State(state.round, {**state.server, "model": nonsense}, state.mines)
+    spoilt = State(state.round, {**state.server, "model": nonsense}, state.locals)
     clean, dirty = fed.step(state)[0], fed.step(spoilt)[0]
-    assert all(equal_trees(clean.mines[name], dirty.mines[name]) for name in "abc")
+    assert all(equal_trees(clean.locals[name], dirty.locals[name]) for name in "abc")
     assert equal(*({n: t for n, t in which.server["model"].items() if n not in private} for which in (clean, dirty)))
     if method != "fedrep":  # which trains its head once more
-        for name, tree in fed.deployed(spoilt).items():
-            assert equal(pick(tree["model"], private), state.mines[name]["model"])
+        for name, tree in fed.deploy(spoilt).trained().items():
+            assert equal(pick(tree["model"], private), state.locals[name]["model"])
             assert equal(pick(tree["model"], SHARED[method]), pick(state.server["model"], SHARED[method]))
 
 
@@ -527,7 +532,7 @@ def test_fedbn_keeps_affine_and_statistics_in_awkward_places() -> None:
     for messages in (*watch.downs, *({n: r.up for n, r in replies.items()} for replies in watch.replies)):
         assert all(not set(tree["model"]) & NORM for tree in messages.values())
         assert all("bn_not.weight" in tree["model"] for tree in messages.values())
-    assert all(set(tree["model"]) == NORM for tree in state.mines.values())
+    assert all(set(tree["model"]) == NORM for tree in state.locals.values())
 
 
 def test_fedbn_needs_normalisation() -> None:
@@ -553,8 +558,8 @@ def test_fedrep_trains_head_and_body_in_turn() -> None:
         assert equal(pick(models[number], HEAD), pick(models[6], HEAD))
         assert far(pick(models[number], body & PARAMETERS), pick(models[number - 1], body & PARAMETERS)) > 0
         assert not equal(pick(models[number], NORM), pick(models[number - 1], NORM))
-    assert equal(state.mines["a"]["model"], pick(models[6], HEAD))
-    trained = fed.setup.method.phases(Now(0, 1, 1))
+    assert equal(state.locals["a"]["model"], pick(models[6], HEAD))
+    trained = fed.setup.method.phases(Context(0, 1, 1))
     assert [set(fed.setup.method.trainable(phase)) for phase in trained] == [HEAD, PARAMETERS - HEAD]
 
 
@@ -563,15 +568,15 @@ def test_fedrep_deploys_the_received_body_under_a_head_trained_on_it() -> None:
     fed, _ = federation(watched, make_task((8, 8)))
     state, _ = run(fed)
     steps.clear()
-    deployed = fed.deployed(state)
+    deployed = fed.deploy(state).trained()
     assert [phase.name for _, _, phase in steps] == ["head"] * 4  # two clients, two batches
     for name, tree in deployed.items():
         assert equal(pick(tree["model"], ENTRIES - HEAD), pick(state.server["model"], ENTRIES - HEAD))
-        assert far(pick(tree["model"], HEAD), state.mines[name]["model"]) > 1e-4
+        assert far(pick(tree["model"], HEAD), state.locals[name]["model"]) > 1e-4
     resting = federation(FedRep, make_task((8, 8)), head_epochs=0)[0]
     first = run(resting)[0]
     for name, tree in resting.deployed(first).items():
-        assert equal(pick(tree["model"], HEAD), first.mines[name]["model"])
+        assert equal(pick(tree["model"], HEAD), first.locals[name]["model"])
 
 
 # --- fine-tuning ------------------------------------------------------------------------------------------------------
@@ -584,11 +589,11 @@ def test_finetuned_copies_are_never_aggregated() -> None:
     for _ in range(3):
         expected, told = base.step(expected)
         state, report = fed.step(state)
-        tuned = fed.deployed(state)  # in the middle of training, as an evaluation does
+        tuned = fed.deploy(state).trained()  # in the middle of training, as an evaluation does
         assert all(far(tree["model"], state.server["model"]) > 1e-4 for tree in tuned.values())
         assert equal_trees(state.server, expected.server)
         assert (report.loss, report.bytes_up, report.bytes_down) == (told.loss, told.bytes_up, told.bytes_down)
-    assert state.mines == {}
+    assert state.locals == {}
 
 
 def test_finetuning_is_plain_training_from_the_received_model() -> None:
@@ -597,7 +602,7 @@ def test_finetuning_is_plain_training_from_the_received_model() -> None:
     fed, _ = federation(watched, SIZED, train, epochs=2)
     state, _ = run(fed)
     steps.clear()
-    deployed = fed.deployed(state)
+    deployed = fed.deploy(state).trained()
     for name, size in zip("abc", (5, 9, 12), strict=True):
         own = [batch for before, batch, _ in steps if int(before["now"]["samples"]) == size]
         assert len(own) == 2 * {"a": 1, "b": 2, "c": 3}[name]
@@ -620,8 +625,8 @@ def test_local_clients_know_nothing_of_each_other() -> None:
     assert equal_trees(state.server, fed.start().server)
     other = replace(SIZED, labels=torch.where(SIZED.ids < 5, SIZED.labels, (SIZED.labels + 1) % 3))
     for task in (replace(SIZED, clients=SIZED.clients[:1]), other):  # alone, and beside clients with other labels
-        assert equal(ran("local", task).mines["a"]["model"], state.mines["a"]["model"])
-    assert far(ran("local", other).mines["b"]["model"], state.mines["b"]["model"]) > 1e-4
+        assert equal(ran("local", task).locals["a"]["model"], state.locals["a"]["model"])
+    assert far(ran("local", other).locals["b"]["model"], state.locals["b"]["model"]) > 1e-4
 
 
 def test_local_trains_as_long_as_a_federated_client() -> None:
@@ -645,6 +650,6 @@ def test_centralised_trains_on_everybodys_data(settings: dict[str, Any], steps: 
     module = module_of(fed.start().server["model"])
     torch_training(module, [batch for _, batch, _ in seen], lambda p: torch.optim.SGD(p, TRAIN.lr))
     assert far(state.server["model"], module.state_dict()) < 1e-12
-    deployed = fed.deployed(state)  # evaluated on the same clients as everybody else
+    deployed = fed.deploy(state).trained()  # evaluated on the same clients as everybody else
     assert list(deployed) == ["a", "b", "c"]
     assert all(equal(tree["model"], state.server["model"]) for tree in deployed.values())

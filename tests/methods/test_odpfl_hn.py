@@ -21,7 +21,7 @@ from fedshift.data.task import Client, Task
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
 from fedshift.methods.odpfl_hn import ODPFL
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.store.state import State
 from tests.conftest import refusal
 from tests.methods.federations import (
@@ -116,7 +116,7 @@ def awake(state: State, seed: int = 1) -> State:
         name: leaf + 0.1 * rng.normal(seed, torch.arange(len(leaf)), leaf.shape[1:]).double()
         for name, leaf in state.server["hyper"].items()
     }
-    return State(state.round, {**state.server, "hyper": hyper}, state.mines)
+    return State(state.round, {**state.server, "hyper": hyper}, state.locals)
 
 
 # --- the whole method against torch -----------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_the_first_round_at_rate_one_is_fedavg_for_the_common_part(kind: str) ->
     assert far(second.server["encoder"], state.server["encoder"]) > 1e-9
     downs = watch.downs[1]["a"]["model"], watch.downs[1]["b"]["model"]
     assert equal(*downs)
-    models = [tree["model"] for tree in fed.deployed(state).values()]
+    models = [tree["model"] for tree in fed.deploy(state).trained().values()]
     assert far(models[0], models[1]) > 1e-6  # the hyper-network tells them apart after one round
 
 
@@ -254,7 +254,7 @@ def test_a_client_without_training_images_changes_nothing() -> None:
     """Its model is that of the empty description, and it has taken no step from there."""
     fed, watch = federation("odpfl-hn", make_task((0, 9, 12)), replace(TRAIN, weights="uniform"), **SMALL)
     state, report = fed.step(awake(fed.start()))
-    assert report.left_out == ()
+    assert report.diverged == ()
     up = watch.replies[0]["a"].up
     assert not bool(up["embedding"]["mean"].any())
     assert all(not bool(leaf.any()) for leaf in up["encoder"].values())
@@ -285,7 +285,7 @@ def test_what_travels() -> None:
             assert float_bytes(downs[client]) == network + 8 * (trunk + 100 * parameters + encoder)
             assert float_bytes(reply.up) == network + 8 * (32 + encoder)  # d_emb + P, and the encoder's gradient
     assert reports[0].bytes_up == 3 * (network + 8 * (32 + encoder))
-    assert state.mines == {}
+    assert state.locals == {}
     assert fed.settled(state).published == 0
     assert not METHODS["odpfl-hn"].make.linear
 
@@ -299,7 +299,7 @@ def test_newcomers_are_served_by_what_their_images_look_like(kind: str) -> None:
     task = make_task((5, 9, 12), unseen=3)
     fed, _ = federation("odpfl-hn", task, arch=arch, **SMALL)
     state = awake(run(fed)[0])
-    newcomers, deployed = fed.newcomers(state), fed.deployed(state)
+    newcomers, deployed = fed.unseen(fed.deploy(state)), fed.deploy(state).trained()
     server = state.server
     base = pick(server["model"], arch.parameters)
     for client in (*task.unseen, *task.clients):
@@ -323,12 +323,12 @@ def test_the_description_does_not_depend_on_batches_or_engines() -> None:
     task = make_task((5, 9, 12), unseen=2)
     fed, _ = federation("odpfl-hn", task, **SMALL)
     state = awake(run(fed)[0])
-    expected = {**fed.newcomers(state), **fed.deployed(state)}
+    expected = {**fed.unseen(fed.deploy(state)), **fed.deploy(state).trained()}
     for size, engine in ((1, Sequential(DOUBLE)), (64, Vmapped(DOUBLE)), (3, Vmapped(DOUBLE))):
         method = replace(fed.setup.method, train=replace(TRAIN, batch_size=size))
         setup = replace(fed.setup, methods={method.arch.name: method}, train=method.train)
-        other = Federation(setup, task, engine, DOUBLE, fed.seed, 3)
-        for client, tree in {**other.newcomers(state), **other.deployed(state)}.items():
+        other = Session(setup, task, engine, DOUBLE, fed.seed, 3)
+        for client, tree in {**other.newcomers(state), **other.deploy(state).trained()}.items():
             assert far(tree["model"], expected[client]["model"]) < 1e-12
 
 
@@ -348,7 +348,7 @@ def test_models_after_local_training_are_the_trained_ones() -> None:
     state = awake(run(fed, 1)[0])
     trees = fed.after_local(state)
     ups = {client: reply.up["model"] for client, reply in watch.replies[-1].items()}
-    before = fed.deployed(state)
+    before = fed.deploy(state).trained()
     for client, tree in trees.items():
         assert equal(tree["model"], ups[client])
         assert far(tree["model"], before[client]["model"]) > 1e-4
@@ -390,7 +390,7 @@ def test_newcomers_get_the_model_of_their_kind() -> None:
     def accuracy(method: str, **options: Any) -> float:
         fed, _ = federation(method, task, train, arch, rounds=80, **options)
         state, _ = run(fed)
-        scores = fed.evaluate(fed.setup.plain, fed.newcomers(state), ["test"])
+        scores = fed.evaluate(fed.setup.plain, fed.unseen(fed.deploy(state)), ["test"])
         return sum(score.accuracy for score in scores.values()) / len(scores)
 
     assert accuracy("fedavg") < 0.7

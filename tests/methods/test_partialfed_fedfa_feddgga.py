@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedshift.core.arch import Arch
-from fedshift.core.method import Batch, Facts, Method, Now, Phase
+from fedshift.core.context import ClientInfo, Context, Phase
+from fedshift.core.method import Batch, Method
 from fedshift.core.registry import METHODS, MODELS
 from fedshift.core.tree import Tensors, Tree, drop, float_bytes, pick, weighted_mean
 from fedshift.data.task import Task
@@ -30,7 +31,7 @@ from fedshift.methods.feddg_ga import FedDGGA
 from fedshift.methods.fedfa import Augment, FedFA, inserted, stages
 from fedshift.methods.partialfed import PartialFed
 from fedshift.models.mlp import Headed
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.store.state import State
 from tests.conftest import refusal, tiny_arch, tiny_train
 from tests.methods.federations import (
@@ -118,7 +119,7 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 class Parted(FedBN):
     """FedBN and FedPer at once: normalisation layers and head never travel."""
 
-    def private(self, now: Now) -> frozenset[str]:
+    def private(self, ctx: Context) -> frozenset[str]:
         return self.arch.norm | self.arch.head
 
 
@@ -131,10 +132,10 @@ def test_fixed_layers_are_as_if_they_never_travelled(arch: str) -> None:
     own = network.norm | network.head
     assert own >= (NORM | HEAD if arch == "awkward" else HEAD)
     assert equal(drop(state.server["model"], own), drop(expected.server["model"], own))
-    served, wanted = fed.deployed(state), other.deployed(expected)
+    served, wanted = fed.deploy(state).trained(), other.deploy(expected).trained()
     for name in NAMES:
         assert equal(served[name]["model"], wanted[name]["model"])
-        assert equal(state.mines[name]["local"], expected.mines[name]["model"])
+        assert equal(state.locals[name]["local"], expected.locals[name]["model"])
     assert far(served["a"]["model"], served["b"]["model"]) > 1e-3
 
 
@@ -145,11 +146,11 @@ def test_fixed_layers_travel_all_the_same_and_are_what_a_newcomer_has() -> None:
     assert all(set(up) == {"model"} and set(up["model"]) == ENTRIES for up in ups)
     expected = mean_of([up["model"] for up in ups], [size / sum(SIZES) for size in SIZES])
     assert far(state.server["model"], expected) < 1e-12
-    assert set(state.mines["a"]) == {"local", "past"}
-    newcomers = fed.newcomers(state)
+    assert set(state.locals["a"]) == {"local", "past"}
+    newcomers = fed.unseen(fed.deploy(state))
     assert set(newcomers) == {"new0", "new1"}
     assert all(equal(tree["model"], state.server["model"]) for tree in newcomers.values())
-    assert far(fed.deployed(state)["a"]["model"], state.server["model"]) > 1e-3
+    assert far(fed.deploy(state).trained()["a"]["model"], state.server["model"]) > 1e-3
 
 
 @pytest.mark.parametrize("mode", ["fix", "adaptive"])
@@ -158,7 +159,7 @@ def test_who_has_never_trained_serves_with_what_it_receives_and_starts_from_it(m
     fed, watch = federation(watched, TASK, rounds=4, participation=0.34, mode=mode)
     state, seen = fed.start(), set()
     for _ in range(4):
-        served = fed.deployed(state)
+        served = fed.deploy(state).trained()
         assert all(equal(served[name]["model"], state.server["model"]) for name in set(NAMES) - seen)
         steps.clear()
         state, _ = fed.step(state)
@@ -166,7 +167,7 @@ def test_who_has_never_trained_serves_with_what_it_receives_and_starts_from_it(m
         before, _, _ = next(step for step in steps if step[2].slot == "model")
         if name not in seen:
             assert equal(before["model"], watch.downs[-1][name]["model"])
-            assert "policy" not in state.mines[name] or not state.mines[name]["policy"]["logits"].any()
+            assert "policy" not in state.locals[name] or not state.locals[name]["policy"]["logits"].any()
         seen.add(name)
     assert len(seen) > 1  # somebody was late
 
@@ -224,11 +225,11 @@ def test_adaptive_rounds_are_those_of_plain_torch(arch: str) -> None:
             module = module_of(start, kind)
             torch_training(module, second, sgd)
             policies[name], locals_[name] = logits, dict(module.state_dict())
-            assert far(state.mines[name]["local"], locals_[name]) < 1e-9
-            assert float((state.mines[name]["policy"]["logits"] - logits).abs().max()) < 1e-9
+            assert far(state.locals[name]["local"], locals_[name]) < 1e-9
+            assert float((state.locals[name]["policy"]["logits"] - logits).abs().max()) < 1e-9
         server = mean_of(list(locals_.values()), [size / sum(SIZES) for size in SIZES])
         assert far(state.server["model"], server) < 1e-9
-        for name, tree in fed.deployed(state).items():
+        for name, tree in fed.deploy(state).trained().items():
             wanted = policies[name][:, 1] > policies[name][:, 0] + 1e-9
             chosen = {p: bool(wanted[i]) for i, p in enumerate(prefixes)}
             expected = {n: (locals_[name] if chosen[n.rpartition(".")[0]] else server)[n] for n in server}
@@ -259,15 +260,15 @@ def test_a_layer_is_what_shares_a_module() -> None:
 def test_the_policy_says_layer_by_layer_what_is_served_and_trained() -> None:
     method = PartialFed(arch=AWKWARD, train=TRAIN)
     received, local = (to_double(AWKWARD.init(seed)) for seed in (1, 2))
-    mine = {"local": local, "past": {"known": torch.tensor(True)}}
+    local = {"local": local, "past": {"known": torch.tensor(True)}}
     for kept in ({"foo"}, {"out", "bn_not"}, set(), {"bn_not", "foo", "downsample.0", "downsample.1", "out"}):
         logits = torch.zeros(5, 2, dtype=torch.float64)
         for name, number in method.layers.items():
             logits[number, 1] = 0.1 if name.rpartition(".")[0] in kept else 0.0  # a tie is global
-        own = {**mine, "policy": {"logits": logits}}
+        own = {**local, "policy": {"logits": logits}}
         expected = {n: (local if n.rpartition(".")[0] in kept else received)[n] for n in received}
         assert equal(method.deployed({"model": received}, own)["model"], expected)
-        assert equal(method.client_init({"model": received}, own)["model"], expected)
+        assert equal(method.begin({"model": received}, own)["model"], expected)
 
 
 def to_double(tensors: Tensors) -> Tensors:
@@ -283,12 +284,12 @@ def test_the_policy_keeps_what_validation_images_like() -> None:
     index = TASK.clients[0].val
     zero, one = (torch.tensor(value, dtype=torch.float64) for value in (0.0, 1.0))
     around = {"now": {"round": zero, "rounds": one, "decay": one}, "log": {"loss": zero, "steps": zero}}
-    phase = method.phases(Now(0, 1, 1))[0]
+    phase = method.phases(Context(0, 1, 1))[0]
     assert phase.optim is not None
     for received, local in ((bad, good), (good, bad)):
         policy = {"logits": torch.zeros(5, 2, dtype=torch.float64)}
-        mine = {"local": local, "past": {"known": torch.tensor(True)}, "policy": policy}
-        state = {**method.client_init({"model": received}, mine), **around, "optim": phase.optim.memory(policy)}
+        local = {"local": local, "past": {"known": torch.tensor(True)}, "policy": policy}
+        state = {**method.begin({"model": received}, local), **around, "optim": phase.optim.memory(policy)}
         assert equal(state["model"], received)
         for step in range(30):
             draws = torch.rand(15, 5, 2, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
@@ -302,7 +303,7 @@ def test_without_steps_of_the_policy_it_is_fedavg() -> None:
     fed, _ = federation("partialfed", TASK, policy_steps=0)
     state, _ = run(fed)
     assert equal(state.server["model"], ran("fedavg", TASK).server["model"])
-    assert all(equal(tree["model"], state.server["model"]) for tree in fed.deployed(state).values())
+    assert all(equal(tree["model"], state.server["model"]) for tree in fed.deploy(state).trained().values())
 
 
 def test_without_a_rate_the_policy_moves_nothing_and_learns_from_validation_images_only() -> None:
@@ -332,9 +333,9 @@ def test_a_step_of_the_policy_leaves_both_sources_alone() -> None:
 def test_a_client_without_validation_images_loads_everything() -> None:
     fed, _ = federation("partialfed", without_val(TASK, "b"), rounds=4)
     state, _ = run(fed)
-    assert not state.mines["b"]["policy"]["logits"].any()
-    assert state.mines["a"]["policy"]["logits"].any()
-    assert equal(fed.deployed(state)["b"]["model"], state.server["model"])
+    assert not state.locals["b"]["policy"]["logits"].any()
+    assert state.locals["a"]["policy"]["logits"].any()
+    assert equal(fed.deploy(state).trained()["b"]["model"], state.server["model"])
 
 
 @pytest.mark.parametrize("value", [0.0, 1 - 2.0**-24])
@@ -348,7 +349,7 @@ def test_the_ends_of_the_uniform_numbers_do_no_harm(value: float, dtype: torch.d
     batch["gumbel"] = torch.full((3, 2, 2), value, dtype=dtype)
     batch["gumbel"][:, :, 1] = 0.5
     state = {"now": now, "global": received, "local": local}
-    loss, buffers = method.loss(state, {"logits": logits}, batch, method.phases(Now(0, 1, 1))[0])
+    loss, buffers = method.loss(state, {"logits": logits}, batch, method.phases(Context(0, 1, 1))[0])
     loss.backward()
     assert buffers == {}
     assert bool(loss.isfinite())
@@ -500,7 +501,7 @@ def test_a_network_without_stages_is_trained_by_fedavg_and_a_warning_says_so(arc
         fed, _ = federation("fedfa", TASK, arch=network)
     state, _ = run(fed)
     assert equal(state.server["model"], ran("fedavg", TASK, arch=network).server["model"])
-    assert state.mines == {}
+    assert state.locals == {}
 
 
 # ---- FedFA: rounds ------------------------------------------------------------------------------------------------------
@@ -563,7 +564,7 @@ def test_rounds_are_those_of_plain_torch(norm: bool, shared: str) -> None:
                 optimiser.step()
             models.append(dict(module.state_dict()))
             wanted = {f"{layer}.running": runnings[name][layer] for layer in (first, second)}
-            assert far(state.mines[name]["model"], wanted) < 1e-10
+            assert far(state.locals[name]["model"], wanted) < 1e-10
         server = mean_of(models, [size / sum(SIZES) for size in SIZES])
         gammas = {n: gamma_by_hand([runnings[k][n] for k in NAMES], shared) for n in gammas}
         assert far(drop(state.server["model"], extra), server) < 1e-8
@@ -601,7 +602,7 @@ def test_without_probability_it_is_fedavg(norm: bool, changes: dict[str, Any]) -
     expected = ran("fedavg", TASK, train, STAGED[norm])
     assert equal(pick(state.server["model"], expected.server["model"]), expected.server["model"])
     start = fed.start().server["model"]
-    assert all(torch.equal(leaf, start[n]) for tree in state.mines.values() for n, leaf in tree["model"].items())
+    assert all(torch.equal(leaf, start[n]) for tree in state.locals.values() for n, leaf in tree["model"].items())
     other, _ = run(federation("fedfa", TASK, train, STAGED[norm])[0])
     single = norm and train.batch_size == 1  # one image alone is normalised as in inference, and not augmented
     assert (far(pick(other.server["model"], expected.server["model"]), expected.server["model"]) > 1e-5) != single
@@ -624,7 +625,7 @@ def test_running_means_move_when_the_coin_says_yes_and_no_noise_stays_in_the_sta
                 moved[on] += 1
                 assert torch.equal(before["model"][f"{layer}.weight"], after["model"][f"{layer}.weight"])
     assert min(moved.values()) > 10
-    for tree in (state.server, *state.mines.values(), *fed.deployed(state).values()):
+    for tree in (state.server, *state.locals.values(), *fed.deploy(state).trained().values()):
         for name, leaf in tree["model"].items():
             assert leaf.dim() == 2 or "_augment" not in name
 
@@ -633,11 +634,11 @@ def test_a_newcomer_has_the_whole_global_model() -> None:
     fed, _ = federation("fedfa", TASK, arch=STAGED[True])
     state, _ = run(fed)
     arch = fed.setup.method.arch
-    for tree in fed.newcomers(state).values():
+    for tree in fed.unseen(fed.deploy(state)).values():
         assert set(tree["model"]) == {*arch.parameters, *arch.buffers}
         assert equal(tree["model"], state.server["model"])
     x = torch.rand(4, *SHAPE, dtype=torch.float64)
-    served = [fed.setup.method.forward(tree, x).logits for tree in fed.deployed(state).values()]
+    served = [fed.setup.method.predict(tree, x).logits for tree in fed.deploy(state).trained().values()]
     assert all(torch.equal(logits, served[0]) for logits in served)  # nobody has a model of its own
 
 
@@ -776,7 +777,7 @@ def test_a_client_without_validation_images_has_no_gap() -> None:
     fed, watch = federation("feddg-ga", without_val(TASK, "b"), rounds=3)
     state, reports = run(fed)
     assert all(float(v) == 0 for replies in watch.replies for v in replies["b"].up["metric"].values())
-    assert all(report.left_out == () for report in reports)
+    assert all(report.diverged == () for report in reports)
     assert sum(map(float, state.server["share"].values())) == pytest.approx(1.0)
 
 
@@ -824,8 +825,8 @@ def test_what_fedfa_sends_and_keeps_by_name() -> None:
         received, reply = watch.downs[-1][client], watch.replies[-1][client]
         assert {slot: set(leaves) for slot, leaves in received.items()} == {"model": network | weight}
         assert {slot: set(leaves) for slot, leaves in reply.up.items()} == {"model": network, "running": running}
-        assert {slot: set(leaves) for slot, leaves in state.mines[client].items()} == {"model": running}
-        assert equal(reply.up["running"], state.mines[client]["model"])
+        assert {slot: set(leaves) for slot, leaves in state.locals[client].items()} == {"model": running}
+        assert equal(reply.up["running"], state.locals[client]["model"])
 
 
 def variant(name: str, options: dict[str, Any], norm: bool) -> Method:
@@ -850,14 +851,14 @@ def test_hooks_leave_their_arguments_alone_and_steps_keep_the_form_of_the_state(
     watched, steps = watching(METHODS[name].make)
     fed, _ = federation(watched, TASK, arch=STAGED[True], **options)
     state, _ = run(fed, 1)
-    before = copied(state.server), {client: copied(tree) for client, tree in state.mines.items()}
-    fed.deployed(state)
+    before = copied(state.server), {client: copied(tree) for client, tree in state.locals.items()}
+    fed.deploy(state).trained()
     following, _ = fed.step(state)
     assert equal_trees(state.server, before[0])
-    assert all(equal_trees(state.mines[client], tree) for client, tree in before[1].items())
+    assert all(equal_trees(state.locals[client], tree) for client, tree in before[1].items())
     assert form(following.server) == form(state.server)
-    for client, tree in following.mines.items():
-        assert form(tree) == form(state.mines[client])
+    for client, tree in following.locals.items():
+        assert form(tree) == form(state.locals[client])
     shapes: dict[str, Any] = {}
     for tree, _, phase in steps:
         assert shapes.setdefault(phase.name, form(tree)) == form(tree)
@@ -874,7 +875,7 @@ def test_equal_clients_are_each_of_them(name: str, options: dict[str, Any], down
     three = replace(TASK, clients=tuple(replace(TASK.clients[0], name=k) for k in "abc"))
     still = {"partialfed": {"policy_lr": 0.0}, "fedfa": {"probability": 0.0}}.get(name, {})
     train = replace(TRAIN, batch_size=5, local_epochs=3)
-    feds: list[Federation] = [federation(name, t, train, STAGED[True], **options, **still)[0] for t in (one, three)]
+    feds: list[Session] = [federation(name, t, train, STAGED[True], **options, **still)[0] for t in (one, three)]
     ends: list[State] = [run(fed)[0] for fed in feds]
     assert far(ends[0].server["model"], ends[1].server["model"]) < 1e-10
     alone = feds[0].deployed(ends[0])["a"]["model"]
@@ -912,16 +913,16 @@ def test_settings_that_cannot_be_meant(name: str, options: dict[str, Any], expec
 
 
 def test_a_stranger_is_born_with_nothing_private() -> None:
-    facts = Facts("new", -1, 0, torch.zeros(CLASSES, dtype=torch.int64), 0)
+    facts = ClientInfo("new", -1, 0, torch.zeros(CLASSES, dtype=torch.int64), 0)
     for name, options, _, _ in VARIANTS:
         method = variant(name, options, norm=True)
-        assert method.birth(method.arch.init(0), facts, Now(0, 1, 1)) == {}
+        assert method.init_local(method.arch.init(0), facts, Context(0, 1, 1)) == {}
 
 
 def test_uniform_means_are_where_a_step_of_zero_begins() -> None:
     """The share of a client and FedAvg's uniform weight are the same number."""
     method = FedDGGA(arch=PLAIN, train=replace(TRAIN, weights="uniform"))
-    server = method.server_init({"plain": PLAIN.init(0)}, tuple(NAMES))
+    server = method.init_server({"plain": PLAIN.init(0)}, tuple(NAMES))
     uniform = FedAvg(arch=PLAIN, train=method.train).weights({"samples": torch.tensor(SIZES)})
     assert torch.equal(torch.stack(list(server["share"].values())), uniform)
     models = [PLAIN.init(seed) for seed in range(3)]

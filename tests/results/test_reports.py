@@ -13,11 +13,12 @@ from PIL import Image
 
 from fedshift import Experiment, UserError
 from fedshift.engines.base import Density, Score
-from fedshift.results.collect import collect, find_runs
+from fedshift.results.collect import collect
 from fedshift.results.plots.pictures import density_picture, map_picture, option_map, result_picture
 from fedshift.results.result import Result, Row
 from fedshift.runs.evaluate import Served, _row, _telemetry
 from fedshift.runs.setup import make_task
+from fedshift.store.folder import find_runs
 from fedshift.store.rows import mean_over, summarise
 from tests.runs.test_run import POOL, command, go, lines, refuse, tiny
 
@@ -154,9 +155,9 @@ def test_a_stream_without_a_number_leaves_the_mean_without_one() -> None:
 
 def test_means_over_streams_of_an_own_task(tmp_path: Path) -> None:
     task = make_task(tiny(stream=THREE), 0, POOL)
-    mine = replace(task, streams={name: task.streams[name] for name in ("original", "out-of-client")})
+    local = replace(task, streams={name: task.streams[name] for name in ("original", "out-of-client")})
     with pytest.raises(UserError, match="the task has no stream 'corrupted'; it has: original, out-of-client"):
-        go(tiny(stream=THREE, evaluate={"mean-of": ["original", "corrupted"]}), tmp_path, data=mine)
+        go(tiny(stream=THREE, evaluate={"mean-of": ["original", "corrupted"]}), tmp_path, data=local)
     with pytest.raises(UserError, match="a stream cannot be called 'mean'"):
         go(tiny(), tmp_path, data=replace(task, streams={"mean": task.streams["original"]}))
 

@@ -25,14 +25,15 @@ from fedshift.engines.base import Compute
 from fedshift.engines.sequential import Sequential
 from fedshift.experiment.schema import MethodSpec
 from fedshift.models.alexnet import AlexNet
-from fedshift.results.collect import collect, find_runs
+from fedshift.results.collect import collect
 from fedshift.results.cost_table import costs_table
 from fedshift.results.result import Result, Row
 from fedshift.runs.flops import _with_flops, count, tally
 from fedshift.runs.memory import memory_so_far, resident_peak
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.runs.setup import make_setup, make_task
 from fedshift.store.costs import Costs, measured
+from fedshift.store.folder import find_runs
 from tests.conftest import ragged_task
 from tests.runs.test_run import POOL, command, go, lines, tiny
 
@@ -50,11 +51,11 @@ def federation(
     rounds: int = 3,
     options: dict[str, Any] | None = None,
     **changes: Any,
-) -> Federation:
+) -> Session:
     experiment = tiny(**{"train": TRAIN, **changes})
     task = task or ragged_task(RAGGED)
     setup = make_setup(experiment, MethodSpec.model_validate({"name": method, **(options or {})}), task, network)
-    return Federation(setup, task, Sequential(), Compute(), 0, rounds)
+    return Session(setup, task, Sequential(), Compute(), 0, rounds)
 
 
 def counted(method: str = "fedavg", network: Any = None, rounds: int = 3, **more: Any) -> Costs:
@@ -64,7 +65,7 @@ def counted(method: str = "fedavg", network: Any = None, rounds: int = 3, **more
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------------
-def alexnet(method: str, **more: Any) -> Federation:
+def alexnet(method: str, **more: Any) -> Session:
     return federation(method, task=ragged_task((4, 3), side=64, classes=10), model={"name": "alexnet"}, **more)
 
 
@@ -208,7 +209,7 @@ def test_the_servers_own_training_by_hand(method: str, gaussians: int) -> None:
     step = 2 * batch * (2 * inner + 3 * outer + 2 * heads * classes * size)
     assert count(fed, 3).flops_server == 5 * step + gaussians * classes * 2 * (inner + outer)
     assert counted("fedavg", hidden).flops_server == 0
-    few = Federation(fed.setup, fed.task, Sequential(), Compute(), 0, 3, participation=0.4)
+    few = Session(fed.setup, fed.task, Sequential(), Compute(), 0, 3, participation=0.4)
     less = 2 * batch * 2 * (heads - 2) * classes * size  # heads that did not come up
     assert count(few, 3).flops_server == count(fed, 3).flops_server - 5 * less  # type: ignore[operator]
 
@@ -290,7 +291,7 @@ def test_bytes_are_those_of_appendix_b(tmp_path: Path) -> None:
 def test_the_bytes_of_alexnet() -> None:
     for method, floats in (("fedavg", ALEXNET + 2 * NORMALISED), ("fedbn", ALEXNET - 2 * NORMALISED)):
         fed = alexnet(method)
-        down = fed.setup.method.broadcast(fed.start().server, fed.task.clients[0].name, fed.moment(0))
+        down = fed.setup.method.broadcast(fed.start().server, fed.task.clients[0].name, fed.context(0))
         assert float_bytes(down) == 4 * floats
 
 
@@ -298,26 +299,26 @@ def test_a_resumed_run_has_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Mo
     def small() -> Experiment:
         return tiny(rounds=5, participation=0.5, method=[{"name": "scaffold"}], **{"checkpoint-every": 2})
 
-    step = Federation.step
+    step = Session.step
 
-    def stops(self: Federation, state: Any) -> Any:
+    def stops(self: Session, state: Any) -> Any:
         if state.round == 3:
             raise KeyboardInterrupt
         return step(self, state)
 
-    monkeypatch.setattr(Federation, "step", stops)
+    monkeypatch.setattr(Session, "step", stops)
     with pytest.raises(KeyboardInterrupt):
         go(small(), tmp_path / "halved")
-    monkeypatch.setattr(Federation, "step", step)
+    monkeypatch.setattr(Session, "step", step)
     assert not list((tmp_path / "halved").rglob("costs.json"))
     halved, whole = go(small(), tmp_path / "halved", resume=True), go(small(), tmp_path / "whole")
     rounds = [line for line in lines(halved.folders[0] / "metrics.jsonl") if "bytes-up" in line]
     assert [line["round"] for line in rounds] == [1, 2, 3, 4, 5]
-    mine, theirs = halved.rows[0].cost, whole.rows[0].cost
-    assert set(mine) - {"memory-grown"} == set(theirs) - {"memory-grown"}
+    local, theirs = halved.rows[0].cost, whole.rows[0].cost
+    assert set(local) - {"memory-grown"} == set(theirs) - {"memory-grown"}
     for key in set(theirs) - {"seconds-per-round", "memory-grown", "memory-step"}:
-        assert mine[key] == theirs[key], key
-    assert mine["seconds-per-round"] == statistics.median(line["seconds"] for line in rounds[1:])
+        assert local[key] == theirs[key], key
+    assert local["seconds-per-round"] == statistics.median(line["seconds"] for line in rounds[1:])
 
 
 # ---- seconds and memory ---------------------------------------------------------------------------------------------------

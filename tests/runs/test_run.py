@@ -29,7 +29,7 @@ from fedshift.engines.base import Compute, Score
 from fedshift.engines.sequential import Sequential
 from fedshift.experiment.schema import MethodSpec
 from fedshift.models.mlp import MLP
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.runs.setup import make_setup, make_task
 from fedshift.store.rows import mean_and_std, summarise
 from fedshift.store.toml import toml_text
@@ -349,9 +349,9 @@ def test_a_sweep_over_lists(tmp_path: Path) -> None:
 class Watched(Sequential):
     """The reference engine, with a list of who trained when."""
 
-    def train(self, method, downs, mines, task, plan):  # type: ignore[no-untyped-def]
-        TRAINED.append((plan.now.round, tuple(downs)))
-        return super().train(method, downs, mines, task, plan)
+    def train(self, method, downs, locals, task, plan):  # type: ignore[no-untyped-def]
+        TRAINED.append((plan.ctx.round, tuple(downs)))
+        return super().train(method, downs, locals, task, plan)
 
 
 TRAINED: list[tuple[int, tuple[str, ...]]] = []
@@ -360,7 +360,7 @@ TRAINED: list[tuple[int, tuple[str, ...]]] = []
 def who_trains(participation: float, seed: int, clients: int = 10, rounds: int = 6) -> list[tuple[str, ...]]:
     task = ragged_task((3,) * clients)
     setup = make_setup(tiny(), MethodSpec(name="fedavg"), task)
-    federation = Federation(setup, task, Watched(), Compute(), seed, rounds, participation)
+    federation = Session(setup, task, Watched(), Compute(), seed, rounds, participation)
     TRAINED.clear()
     state = federation.start()
     for _ in range(rounds):
@@ -521,7 +521,7 @@ def test_settings_of_one_method_only(tmp_path: Path) -> None:
     models = [load(next(folder.glob("ckpt-*")))[0]["server"]["model"] for folder in result.folders]
     assert [model["head.weight"].shape[1] for model in models] == [4, 7, 4]
     setup = make_setup(tiny(), MethodSpec(name="fedavg"), make_task(tiny(), 0, POOL))
-    start = Federation(setup, make_task(tiny(), 0, POOL), Sequential(), Compute(), 0, 2).start().server["model"]
+    start = Session(setup, make_task(tiny(), 0, POOL), Sequential(), Compute(), 0, 2).start().server["model"]
     assert torch.allclose(models[2]["head.weight"], start["head.weight"], atol=1e-6)  # a rate of zero moves nothing
     assert not torch.allclose(models[0]["head.weight"], start["head.weight"], atol=1e-3)
     configs = [tomllib.loads((folder / "config.toml").read_text()) for folder in result.folders]
@@ -698,7 +698,7 @@ def test_two_own_networks_do_not_share_a_finished_run(other: str, tmp_path: Path
 def halved() -> Iterator[str]:
     """A method nobody has heard of, registered as a user would, and gone afterwards."""
 
-    @fedshift.method("halved", paper="mine", venue="here", year=2025)
+    @fedshift.method("halved", paper="local", venue="here", year=2025)
     @dataclass(frozen=True)
     class Halved(Method):
         """The server goes a part of the way to the average."""
@@ -735,9 +735,9 @@ def test_an_own_method_needs_no_change_of_the_package(
     first, full = (server_model(once[i])["head.weight"] for i in (0, 1))
     assert torch.allclose(first, (start + full) / 2, atol=1e-6)
     rows = json.loads(command(monkeypatch, capsys, "list", "methods", "--format", "json"))
-    (mine,) = [row for row in rows if row["name"] == halved]
-    assert mine["options"] == {"way": 0.5}
-    assert mine["summary"] == "The server goes a part of the way to the average"
+    (local,) = [row for row in rows if row["name"] == halved]
+    assert local["options"] == {"way": 0.5}
+    assert local["summary"] == "The server goes a part of the way to the average"
     with pytest.raises(UserError, match="method 'halved' has no option 'wai'; did you mean 'way'"):
         go(tiny(method=[{"name": halved, "wai": 1}]), tmp_path)
     engines = [go(tiny(method=methods[:1]), tmp_path / e, engine=e).rows[0].values for e in ("sequential", "vmapped")]
@@ -786,13 +786,13 @@ def test_engines_give_equal_numbers(tmp_path: Path) -> None:
         assert [(row.method, row.adapter) for row in result.rows] == [
             (row.method, row.adapter) for row in reference.rows
         ]
-        for mine, theirs in zip(result.rows, reference.rows, strict=True):
-            assert list(mine.values) == list(theirs.values)
+        for local, theirs in zip(result.rows, reference.rows, strict=True):
+            assert list(local.values) == list(theirs.values)
             for key, (numbers,) in theirs.values.items():
                 for part in ("avg", "all", "std", "worst"):
-                    assert mine.values[key][0][part] == numbers[part], (name, mine.method, mine.adapter, key, part)
-                assert mine.values[key][0]["loss"] == pytest.approx(numbers["loss"], rel=1e-3)
-            assert mine.cost["bytes-up"] == theirs.cost["bytes-up"]
+                    assert local.values[key][0][part] == numbers[part], (name, local.method, local.adapter, key, part)
+                assert local.values[key][0]["loss"] == pytest.approx(numbers["loss"], rel=1e-3)
+            assert local.cost["bytes-up"] == theirs.cost["bytes-up"]
 
 
 # ---- finished work ------------------------------------------------------------------------------------------------------
@@ -944,7 +944,7 @@ def test_clients_that_diverge_are_named_and_left_out(tmp_path: Path) -> None:
 
 def test_every_method_that_can_run_here_runs_from_words_alone(tmp_path: Path) -> None:
     arch = Arch.of(MLP(hidden=(4,)).make((3, 8, 8), 3), (3, 8, 8), "mlp")
-    able = [name for name in METHODS if missing_for_method(name, METHODS[name].make.needs, arch) is None]
+    able = [name for name in METHODS if missing_for_method(name, METHODS[name].make.requires, arch) is None]
     assert len(able) >= 8
     data = replace(make_task(tiny(), 0, POOL), public=torch.arange(6), hash="with a public set")
     result = go(tiny(rounds=1, method=[{"name": name} for name in able]), tmp_path, data=data)

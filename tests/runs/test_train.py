@@ -22,7 +22,7 @@ from fedshift.runs.deployment import Welcome
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Silent
 from fedshift.runs.run import _jobs, run
-from fedshift.runs.session import Federation, step_together
+from fedshift.runs.session import Session, step_together
 from fedshift.runs.setup import make_setup, make_task
 
 DOUBLE = Compute(dtype=torch.float64)
@@ -54,11 +54,11 @@ ALONE = ("centralised", "fedmd", "hetero-tent", "heterofedtta", *(n for n, e in 
 def test_rounds_of_three_seeds_together_are_their_own_rounds(name: str) -> None:
     tasks = [make_task(SMALL, seed) for seed in (0, 1, 2)]
     # BatchNorm only where it is needed: it gives constant pixels a gradient of rounding noise, whose sign some methods use
-    spec = MethodSpec(name=name, model={"norm": bool(METHODS[name].make.needs)})
+    spec = MethodSpec(name=name, model={"norm": bool(METHODS[name].make.requires)})
 
-    def federations(engine: Vmapped) -> list[Federation]:
+    def federations(engine: Vmapped) -> list[Session]:
         setups = [make_setup(SMALL, spec, task) for task in tasks]
-        return [Federation(s, t, engine, DOUBLE, k, 3) for k, (s, t) in enumerate(zip(setups, tasks, strict=True))]
+        return [Session(s, t, engine, DOUBLE, k, 3) for k, (s, t) in enumerate(zip(setups, tasks, strict=True))]
 
     alone, joint = federations(Vmapped(DOUBLE)), federations(Vmapped(DOUBLE))
     assert share_images([federation.training for federation in joint])
@@ -71,8 +71,8 @@ def test_rounds_of_three_seeds_together_are_their_own_rounds(name: str) -> None:
     for one, other in zip(expected, states, strict=True):
         assert one.round == other.round == 2
         assert gap(one.server, other.server) < 1e-9
-        assert one.mines.keys() == other.mines.keys()
-        assert all(gap(one.mines[client], other.mines[client]) < 1e-9 for client in one.mines)
+        assert one.locals.keys() == other.locals.keys()
+        assert all(gap(one.locals[client], other.locals[client]) < 1e-9 for client in one.locals)
     assert all(report.loss > 0 or name == "knn-per" for _, report in after)
 
 
@@ -151,7 +151,9 @@ def test_an_adapter_chooses_its_round_after_its_own_adaptation(tmp_path: Path) -
     state, reached = federation.start(), []
     for line in lines:
         state, _ = federation.step(state)
-        scores = federation.evaluate(job.setup.adapters(method.adapters[1]), federation.deployed(state), ["val"])
+        scores = federation.evaluate(
+            job.setup.adapters(method.adapters[1]), federation.deploy(state).trained(), ["val"]
+        )
         reached.append(100 * sum(s.correct for s in scores.values()) / sum(s.samples for s in scores.values()))
         assert line["val"]["all"] == pytest.approx(reached[-1])
     stored = {
@@ -162,7 +164,7 @@ def test_an_adapter_chooses_its_round_after_its_own_adaptation(tmp_path: Path) -
     assert stored == {"none": 1 + validation.index(max(validation)), "tent": 1 + reached.index(max(reached))}
     assert stored["none"] != stored["tent"], "with one choice for both this would show nothing"
     for adapter, title in (("", "none"), ("tent", "tent"), ("t3a", "none")):
-        assert Welcome.load(job.folder.path, adapter).now.round == stored[title]
+        assert Welcome.load(job.folder.path, adapter).ctx.round == stored[title]
 
 
 def test_where_only_strangers_are_tested_validation_stands_beside_them(tmp_path: Path) -> None:
@@ -224,7 +226,7 @@ def test_an_adapter_is_scored_once_where_two_rules_select_the_same_round(
     calls: list[str] = []
     rows = scoring._rows
 
-    def counted(job: Job, federation: Federation, spec: AdapterSpec, *more: Any) -> list[dict[str, Any]]:
+    def counted(job: Job, federation: Session, spec: AdapterSpec, *more: Any) -> list[dict[str, Any]]:
         calls.append(spec.title)
         return rows(job, federation, spec, *more)
 

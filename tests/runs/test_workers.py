@@ -12,13 +12,15 @@ from torch import Tensor
 
 from fedshift import Experiment, UserError, run
 from fedshift.core.adapter import Adapter
-from fedshift.core.method import Batch, Method, Phase
+from fedshift.core.context import Phase, ServerContext
+from fedshift.core.method import Batch, Method
 from fedshift.core.registry import ADAPTERS, METHODS, Entry
 from fedshift.core.tree import Tensors, Tree
-from fedshift.results.collect import collect, find_runs
+from fedshift.results.collect import collect
 from fedshift.results.result import Result
 from fedshift.runs.progress import Silent
 from fedshift.runs.workers import Seat
+from fedshift.store.folder import find_runs
 
 CLOCK = ("seconds-per-round", "memory-grown", "memory-peak")
 
@@ -42,7 +44,7 @@ class Halved(Method):
 class GivesUp(Method):
     """It says why it cannot go on."""
 
-    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> Tree:
         """Not this time."""
         raise UserError("there is nothing to average today")
 
@@ -51,7 +53,7 @@ class GivesUp(Method):
 class Breaks(Method):
     """It has a mistake."""
 
-    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> Tree:
         """A mistake."""
         raise RuntimeError("something broke")
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from fedshift.core.arch import Arch
 from fedshift.core.compatibility import check_method
+from fedshift.core.context import Context, Phase
 from fedshift.core.grad import gradient
-from fedshift.core.method import Method, Now, Phase, Train
+from fedshift.core.method import Method, Train
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tensors, Tree, float_bytes
 from fedshift.engines.vmapped import Vmapped
@@ -46,7 +47,7 @@ from tests.methods.federations import (
 
 SIZED = make_task((6, 9, 12))
 TRAIN = Train(lr=0.1, batch_size=4, local_epochs=2, weight_decay=1e-3, clip=10.0, lr_decay=0.9)
-NOW = Now(1, 3, 3)
+NOW = Context(1, 3, 3)
 
 
 def network() -> nn.Module:
@@ -201,12 +202,12 @@ class Reference:
                 joined = name.rsplit(".", 1)[0] if self.options.get("granularity") == "layer" else name
                 together = [n for n in OWN if n == joined or n.rsplit(".", 1)[0] == joined]
                 rows = [torch.cat([end[n].flatten() for n in together]) for end in ends]
-                for k, mine in enumerate(rows):
-                    scores = [float((mine / mine.norm() * (v / v.norm())).sum()) / self.options["tau"] for v in rows]
+                for k, local in enumerate(rows):
+                    scores = [float((local / local.norm() * (v / v.norm())).sum()) / self.options["tau"] for v in rows]
                     shares = torch.softmax(torch.tensor(scores, dtype=torch.float64), 0).tolist()
                     own[k][name] = sum(share * value for share, value in zip(shares, values, strict=True))
-        for net, end, mine in zip(self.nets, ends, own, strict=True):
-            net.load({**end, **self.server, **mine})
+        for net, end, local in zip(self.nets, ends, own, strict=True):
+            net.load({**end, **self.server, **local})
 
 
 def compare(rounds: int = 2, **options: Any) -> tuple[State, Reference]:
@@ -219,7 +220,7 @@ def compare(rounds: int = 2, **options: Any) -> tuple[State, Reference]:
     for number in range(rounds):
         steps.clear()
         state, report = fed.step(state)
-        assert report.left_out == ()
+        assert report.diverged == ()
         batches: list[list[tuple[Tensor, Tensor]]] = [[], [], []]
         for before, batch, _ in steps:
             batches[sizes.index(int(before["now"]["samples"]))].append((batch["x"], batch["y"]))
@@ -230,10 +231,10 @@ def compare(rounds: int = 2, **options: Any) -> tuple[State, Reference]:
         for client, net in zip(SIZED.clients, reference.nets, strict=True):
             mixed, expected = state.server[f"own {client.name}"], net.tensors()
             assert far(mixed, {name: expected[name] for name in OWN}) < 1e-7, number
-            kept = {name: leaf for name, leaf in state.mines[client.name]["model"].items() if name in HOME}
+            kept = {name: leaf for name, leaf in state.locals[client.name]["model"].items() if name in HOME}
             assert far(kept, {name: expected[name] for name in HOME}) < 1e-7, number
     for client, net in zip(SIZED.clients, reference.nets, strict=True):
-        served = fed.deployed(state)[client.name]["model"]
+        served = fed.deploy(state).trained()[client.name]["model"]
         x = SIZED.images[client.test].double() / 255
         with torch.no_grad():
             logits = net.eval()((x - 0.5) / 0.5)
@@ -283,7 +284,7 @@ def test_engines_agree() -> None:
     fed.engine = Vmapped(DOUBLE)
     other, _ = run(fed)
     assert all(far(one.server[slot], other.server[slot]) < 1e-10 for slot in one.server)
-    assert all(far(one.mines[c]["model"], other.mines[c]["model"]) < 1e-10 for c in one.mines)
+    assert all(far(one.locals[c]["model"], other.locals[c]["model"]) < 1e-10 for c in one.locals)
 
 
 # ---- the client ----------------------------------------------------------------------------------------------------------
@@ -296,7 +297,7 @@ def begun(method: FDSE, number: int, seed: int = 0) -> tuple[Tree, dict[str, Ten
         model[name] = noise.abs() + 0.3 if name.endswith("var") else noise
     private = method.private(NOW)
     down = {"model": {n: t for n, t in model.items() if n not in private}}
-    state = method.client_init(down, {"model": {n: t for n, t in model.items() if n in private}})
+    state = method.begin(down, {"model": {n: t for n, t in model.items() if n in private}})
     state["now"] = {"round": torch.tensor(float(number), dtype=torch.float64)}
     x = torch.rand(6, 1, 4, 4, generator=generator, dtype=torch.float64)
     return state, {"x": x, "y": torch.tensor([0, 1, 2, 0, 1, 2])}
@@ -423,7 +424,7 @@ def test_an_eraser_of_zeros_breaks_nothing() -> None:
 
 def aggregated(method: FDSE, ends: list[Tensors], start: Tensors) -> Tree:
     clients = tuple("abcdefgh"[: len(ends)])
-    server = method.server_init({"net": start}, clients)
+    server = method.init_server({"net": start}, clients)
     ups = {c: {"model": end} for c, end in zip(clients, ends, strict=True)}
     return method.aggregate(server, ups, {"samples": torch.arange(1.0, 1 + len(ends))}, {"seed": torch.tensor(0)})
 
@@ -528,13 +529,13 @@ def alexnet(bias: bool) -> tuple[FDSE, Tree]:
 @pytest.mark.parametrize(("bias", "parameters"), [(True, 6_508_010), (False, 6_503_210)])
 def test_alexnets_messages_have_the_bytes_of_appendix_b(bias: bool, parameters: int) -> None:
     method, model = alexnet(bias)
-    server = method.server_init({"alexnet": model["model"]}, ("a", "b"))
+    server = method.init_server({"alexnet": model["model"]}, ("a", "b"))
     down = method.broadcast(server, "a", NOW)
     statistics = 2 * (64 + 192 + 384 + 256 + 256 + 1024 + 1024)  # of BN_DFE
     assert float_bytes(down) == 4 * (parameters + statistics)
     private = method.private(NOW)
-    mine = {"model": {n: t for n, t in model["model"].items() if n in private}}
-    up, kept = method.client_final(method.client_init(down, mine), down, mine)
+    local = {"model": {n: t for n, t in model["model"].items() if n in private}}
+    up, kept = method.finish(method.begin(down, local), down, local)
     assert float_bytes(up) == 4 * (parameters + statistics)
     assert set(kept["model"]) == private
     assert float_bytes(method.publish(kept)) == 4 * 2 * 1600  # the statistics of BN_DSE, once
@@ -548,12 +549,12 @@ def test_inner_statistics_never_travel() -> None:
             for message in (downs[client], reply.up):
                 assert set(message) == {"model"}
                 assert set(message["model"]) == OWN | LEARNT | OUTER | COUNTERS
-            assert set(reply.mine["model"]) == fed.setup.method.private(NOW)
+            assert set(reply.local["model"]) == fed.setup.method.private(NOW)
     floats = sum(t.numel() for n, t in fed.initial["net"].items() if n in OWN | LEARNT | OUTER)
     assert all(report.bytes_up == report.bytes_down == 3 * 8 * floats for report in reports)
     inner = "4.dse_norm.running_mean"
     assert torch.equal(state.server["model"][inner], fed.initial["net"][inner])
-    assert len({tuple(tree["model"][inner].tolist()) for tree in state.mines.values()}) == 3
+    assert len({tuple(tree["model"][inner].tolist()) for tree in state.locals.values()}) == 3
 
 
 def test_a_client_gets_its_own_erasers_back() -> None:
@@ -569,7 +570,7 @@ def test_a_client_gets_its_own_erasers_back() -> None:
 def test_newcomers_start_from_the_means_of_erasers_and_inner_statistics() -> None:
     fed, _ = federation(FDSE, make_task((6, 9, 12), unseen=2), TRAIN, ARCH, 2)
     state, _ = run(fed)
-    newcomers = fed.newcomers(state)
+    newcomers = fed.unseen(fed.deploy(state))
     assert set(newcomers) == {"new0", "new1"}
     for tree in newcomers.values():
         model = tree["model"]
@@ -578,7 +579,7 @@ def test_newcomers_start_from_the_means_of_erasers_and_inner_statistics() -> Non
             mean = torch.stack([state.server[f"own {c}"][name] for c in "abc"]).mean(0)
             assert torch.allclose(model[name], mean, atol=1e-14), name
         for name in HOME:
-            leaves = torch.stack([state.mines[c]["model"][name] for c in "abc"])
+            leaves = torch.stack([state.locals[c]["model"][name] for c in "abc"])
             assert torch.allclose(model[name], leaves.mean(0) if leaves.is_floating_point() else leaves.amax(0)), name
         for name in LEARNT | OUTER:
             assert torch.equal(model[name], state.server["model"][name]), name
@@ -599,8 +600,8 @@ def test_who_is_absent_keeps_its_erasers_and_statistics() -> None:
         for client in "abcd":
             same = equal(before.server[f"own {client}"], state.server[f"own {client}"])
             assert same == (client not in present)
-            if client not in present and client in before.mines:
-                assert equal_trees(before.mines[client], state.mines[client])
+            if client not in present and client in before.locals:
+                assert equal_trees(before.locals[client], state.locals[client])
     assert set(state.server) == {"model", "own a", "own b", "own c", "own d"}
 
 
@@ -615,7 +616,7 @@ def test_the_server_survives_a_file(tmp_path: Path) -> None:
     resumed, _ = fed.step(State.of(trees, 2, DOUBLE.device))
     whole, _ = fed.step(half)
     assert equal_trees(resumed.server, whole.server)
-    assert all(equal_trees(resumed.mines[c], whole.mines[c]) for c in "abc")
+    assert all(equal_trees(resumed.locals[c], whole.locals[c]) for c in "abc")
 
 
 # ---- settings ------------------------------------------------------------------------------------------------------------

@@ -19,13 +19,14 @@ from fedshift.blocks.generator import STATISTICS, GeneratorMethod, ensemble_loss
 from fedshift.blocks.stochastic_encoder import StochasticMethod, stochastic
 from fedshift.core import rng
 from fedshift.core.arch import Arch
+from fedshift.core.context import Phase
 from fedshift.core.grad import gradient
-from fedshift.core.method import Batch, Method, Phase
+from fedshift.core.method import Batch, Method
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tensors, Tree, drop, float_bytes, pick
 from fedshift.methods.fedavg import FedAvg
 from fedshift.methods.fedgen import FedGen, alikeness
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.store.state import State
 from fedshift.store.trees import load, save
 from fedshift.systems.fedcir.method import FedCiR
@@ -430,17 +431,17 @@ def test_the_generator_learns_from_those_who_came_and_were_sound() -> None:
     fed, watch = federation(Rotten, SIZED, **STRONG)
     start = fed.start()
     state, report = fed.step(start)
-    assert report.left_out == ("b",)
+    assert report.diverged == ("b",)
     assert all(bool(leaf.isfinite().all()) for slot in state.server.values() for leaf in slot.values())
     sound = {name: watch.replies[0][name].up for name in "ac"}
-    told = fed._moment(fed.now(start), torch.tensor([5.0, 12.0]))
+    told = fed._moment(fed.context(start.round), torch.tensor([5.0, 12.0]))
     draws = {"seed": torch.tensor(rng.seed_of(SEED, 0, "server"))}
     assert equal_trees(state.server, fed.setup.method.aggregate(start.server, sound, told, draws))
 
 
 def test_class_gaussians_are_the_most_likely_ones_of_what_is_generated() -> None:
     method = FedCiR(stochastic(PLAIN), TRAIN, **{**STRONG, "class_samples": 4000})
-    tensors = method.server_init({"net": double(method.arch.init(0))}, ())["generator"]
+    tensors = method.init_server({"net": double(method.arch.init(0))}, ())["generator"]
     table = method.class_gaussians(tensors, 1)
     for label in range(CLASSES):
         noise = rng.normal(99, torch.arange(20_000), (4,)).double()  # other noise, the same distribution
@@ -491,17 +492,17 @@ def test_an_interrupted_run_ends_as_one_that_was_not(
             "method": [{"name": method, "reg": 0.7}],
         }
     )
-    step = Federation.step
+    step = Session.step
 
-    def stops(self: Federation, state: State) -> Any:
+    def stops(self: Session, state: State) -> Any:
         if state.round == 2:
             raise KeyboardInterrupt
         return step(self, state)
 
-    monkeypatch.setattr(Federation, "step", stops)
+    monkeypatch.setattr(Session, "step", stops)
     with pytest.raises(KeyboardInterrupt):
         run_experiment(experiment, tmp_path, engine="sequential")
-    monkeypatch.setattr(Federation, "step", step)
+    monkeypatch.setattr(Session, "step", step)
     resumed = run_experiment(experiment, tmp_path, engine="sequential", resume=True)
     whole = run_experiment(experiment, tmp_path / "again", engine="sequential")
     check_identical(contents(whole.folders[0]), contents(resumed.folders[0]))
@@ -529,7 +530,7 @@ def test_what_fedcir_sends(name: str, weights: tuple[float, float]) -> None:
             assert float_bytes(downs[client]) == 8 * down
             assert set(replies[client].up) == {"model"}
             assert float_bytes(replies[client].up) == 8 * model
-            assert replies[client].mine == {}
+            assert replies[client].local == {}
     assert [(report.bytes_down, report.bytes_up) for report in reports] == [(24 * down, 24 * model)] * ROUNDS
 
 
@@ -554,11 +555,11 @@ def test_what_fedgen_sends(name: str) -> None:
 def test_everybody_serves_with_the_global_model(method: str, options: dict[str, Any]) -> None:
     fed, _ = federation(method, SIZED, **options)
     state, _ = run(fed)
-    served = {**fed.deployed(state), **fed.newcomers(state)}
+    served = {**fed.deploy(state).trained(), **fed.unseen(fed.deploy(state))}
     assert set(served) == {"a", "b", "c", "new0", "new1"}
     for tree in served.values():
         assert equal_trees(tree, {"model": state.server["model"]})
-    assert set(fed.setup.method.broadcast(state.server, None, fed.now(state))) == {"model"}
+    assert set(fed.setup.method.broadcast(state.server, None, fed.context(state.round))) == {"model"}
 
 
 def test_fedcir_predicts_with_samples_or_with_the_mean() -> None:
@@ -586,7 +587,7 @@ def test_labels_and_noise_are_new_everywhere_and_uniform() -> None:
 
 def test_the_generator_has_as_much_noise_as_features_and_eight_times_as_many_units() -> None:
     method = GeneratorMethod(PLAIN, TRAIN)
-    shapes = {n: tuple(leaf.shape) for n, leaf in method.server_init({"net": PLAIN.init(0)}, ())["generator"].items()}
+    shapes = {n: tuple(leaf.shape) for n, leaf in method.init_server({"net": PLAIN.init(0)}, ())["generator"].items()}
     assert shapes["inner.weight"] == (40, CLASSES + 5)
     assert shapes["outer.weight"] == (5, 40)
     assert method.noise_size == 5

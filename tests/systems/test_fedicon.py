@@ -17,8 +17,9 @@ from fedshift import Experiment
 from fedshift import run as run_experiment
 from fedshift.blocks.views import contrastive_views
 from fedshift.core.arch import Arch
+from fedshift.core.context import Context, Phase
 from fedshift.core.grad import gradient
-from fedshift.core.method import Batch, Now, Phase, Train
+from fedshift.core.method import Batch, Train
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tensors, Tree, drop, pick
 from fedshift.data.task import Client, Task
@@ -27,7 +28,7 @@ from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, MethodSpec
-from fedshift.runs.session import Federation, RoundReport
+from fedshift.runs.session import RoundReport, Session
 from fedshift.runs.setup import Setup
 from fedshift.store.folder import RunFolder
 from fedshift.store.state import State
@@ -66,12 +67,12 @@ SHORT: dict[str, Any] = {"head_rounds": HEADS, "head_epochs": 2, "personal_epoch
 
 def fedicon(
     task: Task = SIZED, arch: Arch = AWKWARD, method: Any = "fedicon", rounds: int = ROUNDS, **how: Any
-) -> tuple[Federation, Watch]:
+) -> tuple[Session, Watch]:
     """A federation with short stages."""
     return federation(method, task, arch=arch, rounds=rounds, **{**SHORT, **how})
 
 
-def whole(fed: Federation) -> tuple[State, list[RoundReport]]:
+def whole(fed: Session) -> tuple[State, list[RoundReport]]:
     """Both stages."""
     return run(fed, fed.rounds + fed.setup.method.extra_rounds)
 
@@ -101,11 +102,11 @@ def test_what_each_phase_may_touch(name: str) -> None:
     arch = ARCHS[name][0]
     method = FedICON(arch=arch, train=TRAIN, **SHORT)
     for number in range(ROUNDS):
-        (contrast,) = method.phases(Now(number, ROUNDS, 3))
+        (contrast,) = method.phases(Context(number, ROUNDS, 3))
         assert (contrast.name, contrast.slot, contrast.inputs) == ("contrastive", "model", "x")
         assert method.trainable(contrast) == frozenset(arch.parameters) - arch.head
     for number in range(ROUNDS, ROUNDS + HEADS):
-        head, descriptor = method.phases(Now(number, ROUNDS, 3))
+        head, descriptor = method.phases(Context(number, ROUNDS, 3))
         assert (head.name, head.inputs, head.batch_stats, head.epochs) == ("head", "features", False, 2)
         assert method.trainable(head) == arch.head
         assert descriptor.trainable == frozenset()
@@ -232,7 +233,7 @@ def test_heads_on_cached_features_are_heads_on_a_frozen_encoder_that_is_run_agai
         state, _ = fed.step(state)
         check(received, {n: reply.up["model"] for n, reply in watch.replies[-1].items()}, epochs=3)
     steps.clear()
-    deployed = fed.deployed(state)
+    deployed = fed.deploy(state).trained()
     check(state, {n: pick(tree["model"], arch.head) for n, tree in deployed.items()}, epochs=2)
 
 
@@ -291,8 +292,8 @@ def test_first_the_encoder_then_everything_once_then_the_head(name: str) -> None
             if contrast:
                 assert set(reply.up) == {"model"}
                 assert set(reply.up["model"]) == arch.encoder
-                assert set(reply.mine) == {"personal"}  # the head waits
-                assert equal(reply.mine["personal"], waiting)
+                assert set(reply.local) == {"personal"}  # the head waits
+                assert equal(reply.local["personal"], waiting)
             else:
                 assert {slot: set(leaves) for slot, leaves in reply.up.items()} == {
                     "model": arch.head,
@@ -300,7 +301,7 @@ def test_first_the_encoder_then_everything_once_then_the_head(name: str) -> None
                 }
                 expected = mean_feature(arch, sent["model"], client)
                 assert float((reply.up["descriptor"]["local"] - expected).abs().max()) < 1e-12
-                assert equal(reply.mine["encoder"], pick(sent["model"], arch.encoder))
+                assert equal(reply.local["encoder"], pick(sent["model"], arch.encoder))
         assert report.bytes_up == 3 * 8 * (p_e if contrast else p_h + d)
         down_floats = p_e if contrast else p_e + p_h + d if first else p_h + d
         assert report.bytes_down == 3 * 8 * down_floats, f"round {number}"
@@ -309,9 +310,9 @@ def test_first_the_encoder_then_everything_once_then_the_head(name: str) -> None
 class Generous(FedICON):
     """Sends the encoder in every head round."""
 
-    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
-        down = super().broadcast(server, client, now)
-        whole = server["model"] if now.final or now.round >= now.rounds else down["model"]
+    def broadcast(self, server: Tree, client: str, ctx: Context) -> Tree:
+        down = super().broadcast(server, client, ctx)
+        whole = server["model"] if ctx.ending or ctx.round >= ctx.rounds else down["model"]
         return {**down, "model": whole}
 
 
@@ -329,10 +330,10 @@ def test_a_client_that_comes_late_gets_the_encoder_then() -> None:
             assert equal(down["model"], pick(sent, HEAD) if name in seen else sent)
             late |= {name} if name not in seen and number > 1 else set()
             seen.add(name)
-        assert {name for name, mine in state.mines.items() if "encoder" in mine} == seen
+        assert {name for name, local in state.locals.items() if "encoder" in local} == seen
     assert late, "the seed lets nobody come late"
     assert seen < set("abcde"), "and somebody never"
-    deployed = fed.deployed(state)
+    deployed = fed.deploy(state).trained()
     assert set(deployed) == set("abcde")
     for name, tree in deployed.items():
         assert equal(pick(tree["model"], ENCODER), pick(state.server["model"], ENCODER)), name
@@ -353,11 +354,11 @@ def test_a_client_whose_head_failed_does_not_count_as_one_that_has_the_encoder()
 
     fed, watch = fedicon(method=Fails)
     state, reports = whole(fed)
-    assert [report.left_out for report in reports] == [(), (), ("b",), (), ()]
+    assert [report.diverged for report in reports] == [(), (), ("b",), (), ()]
     sent = [set(watch.downs[number]["b"]["model"]) for number in range(ROUNDS, ROUNDS + HEADS)]
     assert sent == [ENCODER | HEAD, ENCODER | HEAD, HEAD]
     assert set(watch.downs[ROUNDS + 1]["a"]["model"]) == HEAD
-    assert equal(pick(fed.deployed(state)["b"]["model"], ENCODER), pick(state.server["model"], ENCODER))
+    assert equal(pick(fed.deploy(state).trained()["b"]["model"], ENCODER), pick(state.server["model"], ENCODER))
 
 
 def test_the_head_of_the_start_is_what_the_head_stage_starts_from() -> None:
@@ -373,9 +374,9 @@ def test_clients_serve_with_a_personal_head_and_keep_the_federated_one_and_descr
     state, _ = whole(fed)
     own = {c.name: mean_feature(AWKWARD, state.server["model"], c) for c in SIZED.clients}
     common = torch.stack(list(own.values())).mean(0)
-    deployed = fed.deployed(state)
+    deployed = fed.deploy(state).trained()
     for name, tree in deployed.items():
-        assert set(tree) == {"model", "generic", "descriptors"} == set(FedICON.deploys)
+        assert set(tree) == {"model", "generic", "descriptors"} == set(FedICON.provides)
         assert set(tree["model"]) == ENCODER | HEAD
         assert equal(pick(tree["model"], ENCODER), pick(state.server["model"], ENCODER))
         assert equal(tree["generic"], pick(state.server["model"], HEAD))
@@ -390,8 +391,8 @@ def test_clients_serve_with_a_personal_head_and_keep_the_federated_one_and_descr
 def test_strangers_have_the_encoder_and_the_federated_head() -> None:
     fed, _ = fedicon()
     state, _ = whole(fed)
-    common = fed.deployed(state)["a"]["descriptors"]["global"]
-    strangers = fed.newcomers(state)
+    common = fed.deploy(state).trained()["a"]["descriptors"]["global"]
+    strangers = fed.unseen(fed.deploy(state))
     assert set(strangers) == {"new0", "new1"}
     for tree in strangers.values():
         assert equal(tree["model"], state.server["model"])
@@ -407,7 +408,7 @@ def test_adapters_sit_on_it(adapter: str) -> None:
     fed, _ = fedicon()
     state, _ = whole(fed)
     made = {AWKWARD.name: fed.setup.adapter(AdapterSpec(name=adapter), fed.setup.method)}
-    for trees in (fed.deployed(state), fed.newcomers(state)):
+    for trees in (fed.deploy(state).trained(), fed.unseen(fed.deploy(state))):
         scores = fed.evaluate(made, trees, ["test"])
         assert {name for name, _ in scores} == set(trees)
         assert all(score.samples > 0 and score.loss == score.loss for score in scores.values())
@@ -418,7 +419,7 @@ def test_at_every_moment_clients_and_strangers_have_a_whole_model(number: int) -
     """Validation asks in the middle of a run; for an absent head the network's own would step in without a word."""
     fed, _ = fedicon()
     state, _ = run(fed, number)
-    for trees in (fed.deployed(state), fed.newcomers(state)):
+    for trees in (fed.deploy(state).trained(), fed.unseen(fed.deploy(state))):
         assert all(set(tree["model"]) == ENCODER | HEAD for tree in trees.values())
         assert all(set(tree["generic"]) == HEAD for tree in trees.values())
 
@@ -437,7 +438,7 @@ def test_without_head_rounds_the_heads_are_personal_and_the_descriptors_those_of
     assert len(reports) == ROUNDS
     own = {c.name: mean_feature(AWKWARD, state.server["model"], c) for c in SIZED.clients}
     common = torch.stack(list(own.values())).mean(0)
-    for name, tree in fed.deployed(state).items():
+    for name, tree in fed.deploy(state).trained().items():
         assert far(pick(tree["model"], HEAD), pick(fed.start().server["model"], HEAD)) > 1e-6
         assert equal(pick(tree["model"], ENCODER), pick(state.server["model"], ENCODER))
         assert float((tree["descriptors"]["local"] - own[name]).abs().max()) < 1e-12
@@ -456,7 +457,7 @@ def test_without_sharing_nothing_travels_and_newcomers_get_nothing() -> None:
         for name in "abc":
             assert not any(watch.downs[number][name].values())
             assert not any(watch.replies[number][name].up.values())
-    assert fed.newcomers(state) == {}
+    assert fed.unseen(fed.deploy(state)) == {}
     settled = fed.settled(state)
     assert settled.published == 0
 
@@ -468,17 +469,17 @@ def test_without_sharing_every_client_has_its_own_encoder_then_its_own_head() ->
     state, _ = whole(fed)
     first = start.server["model"]
     for client in SIZED.clients:
-        mine = state.mines[client.name]["model"]
-        assert equal(pick(mine, HEAD), pick(first, HEAD))  # nobody has trained a head
+        local = state.locals[client.name]["model"]
+        assert equal(pick(local, HEAD), pick(first, HEAD))  # nobody has trained a head
         for entry in ENCODER & set(AWKWARD.parameters):
-            assert not torch.equal(mine[entry], first[entry])
+            assert not torch.equal(local[entry], first[entry])
     steps.clear()
-    deployed = fed.deployed(state)
+    deployed = fed.deploy(state).trained()
     assert {phase.name for _, _, phase in steps} == {"personal"}
     for client in SIZED.clients:
-        mine, tree = state.mines[client.name]["model"], deployed[client.name]
-        assert equal(pick(tree["model"], ENCODER), pick(mine, ENCODER))
-        module = module_of(mine).eval()
+        local, tree = state.locals[client.name]["model"], deployed[client.name]
+        assert equal(pick(tree["model"], ENCODER), pick(local, ENCODER))
+        module = module_of(local).eval()
         optimiser = torch.optim.SGD(module.out.parameters(), 0.3)
         for _, batch, _ in of_client(steps, client):
             optimiser.zero_grad()
@@ -486,10 +487,10 @@ def test_without_sharing_every_client_has_its_own_encoder_then_its_own_head() ->
             F.cross_entropy(module((x - 0.5) / 0.5), batch["y"]).backward()
             optimiser.step()
         assert far(pick(tree["model"], HEAD), pick(dict(module.state_dict()), HEAD)) < 1e-12
-        local = mean_feature(AWKWARD, mine, client)
+        local = mean_feature(AWKWARD, local, client)
         assert float((tree["descriptors"]["local"] - local).abs().max()) < 1e-12
     alone, _ = whole(fedicon(make_task((5,)), share=False)[0])
-    assert equal(alone.mines["a"]["model"], state.mines["a"]["model"])  # the others made no difference
+    assert equal(alone.locals["a"]["model"], state.locals["a"]["model"])  # the others made no difference
 
 
 # ---- labels -------------------------------------------------------------------------------------------------------------
@@ -547,9 +548,9 @@ def test_settings_that_cannot_be_meant_are_refused(options: dict[str, Any]) -> N
 # ---- engines, states ----------------------------------------------------------------------------------------------------
 def both_stages(engine: Engine, method: FedICON, participation: float) -> tuple[State, dict[str, Tree], list[float]]:
     setup = Setup(MethodSpec(name="fedicon"), {"net": method}, method.train)
-    fed = Federation(setup, ragged_task(unseen=1), engine, DOUBLE, seed=3, rounds=2, participation=participation)
+    fed = Session(setup, ragged_task(unseen=1), engine, DOUBLE, seed=3, rounds=2, participation=participation)
     state, reports = run(fed, 2 + method.extra_rounds)
-    return state, {**fed.deployed(state), **fed.newcomers(state)}, [report.loss for report in reports]
+    return state, {**fed.deploy(state).trained(), **fed.unseen(fed.deploy(state))}, [report.loss for report in reports]
 
 
 def gap(a: Tree, b: Tree) -> float:
@@ -579,8 +580,8 @@ def test_engines_agree_in_both_stages(norm: bool, participation: float, options:
     reference = both_stages(Sequential(DOUBLE), method, participation)
     other = both_stages(Vmapped(DOUBLE), method, participation)
     assert gap(reference[0].server, other[0].server) < 1e-10
-    assert set(reference[0].mines) == set(other[0].mines)
-    assert all(gap(tree, other[0].mines[name]) < 1e-10 for name, tree in reference[0].mines.items())
+    assert set(reference[0].locals) == set(other[0].locals)
+    assert all(gap(tree, other[0].locals[name]) < 1e-10 for name, tree in reference[0].locals.items())
     assert set(reference[1]) == set(other[1])
     assert all(gap(tree, other[1][name]) < 1e-10 for name, tree in reference[1].items())
     assert reference[2] == pytest.approx(other[2], abs=1e-10)
@@ -592,10 +593,10 @@ def test_a_stored_state_goes_on_where_it_stopped(tmp_path: Path, number: int) ->
     undisturbed, _ = whole(fedicon(**how)[0])
     fed, _ = fedicon(**how)
     state, _ = run(fed, number)
-    server, mines = copied(state.server), {name: copied(tree) for name, tree in state.mines.items()}
-    fed.deployed(state)  # validation in the middle changes nothing
+    server, locals = copied(state.server), {name: copied(tree) for name, tree in state.locals.items()}
+    fed.deploy(state).trained()  # validation in the middle changes nothing
     assert equal_trees(state.server, server)
-    assert all(equal_trees(state.mines[name], tree) for name, tree in mines.items())
+    assert all(equal_trees(state.locals[name], tree) for name, tree in locals.items())
     save(tmp_path / "state.safetensors", state.trees(), {})
     trees, _ = load(tmp_path / "state.safetensors")
     back = State.of(trees, number, torch.device("cpu"))
@@ -603,8 +604,8 @@ def test_a_stored_state_goes_on_where_it_stopped(tmp_path: Path, number: int) ->
     for _ in range(ROUNDS + HEADS - number):
         back, _ = again.step(back)
     assert equal_trees(back.server, undisturbed.server)
-    assert back.mines.keys() == undisturbed.mines.keys()
-    assert all(equal_trees(back.mines[name], tree) for name, tree in undisturbed.mines.items())
+    assert back.locals.keys() == undisturbed.locals.keys()
+    assert all(equal_trees(back.locals[name], tree) for name, tree in undisturbed.locals.items())
     first, second = again.deployed(back), fedicon(**how)[0].deployed(undisturbed)
     assert all(equal_trees(first[name], tree) for name, tree in second.items())
 
@@ -627,7 +628,7 @@ def small(**changes: Any) -> Experiment:
 def test_the_runner_runs_the_extra_rounds_and_resumes_among_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Federation.step
+    step = Session.step
     reference = run_experiment(small(), tmp_path / "whole", engine="sequential")
     folder = reference.folders[0]
     lines = [line for line in RunFolder(folder).lines() if "bytes-up" in line]
@@ -641,15 +642,15 @@ def test_the_runner_runs_the_extra_rounds_and_resumes_among_them(
     for last in (2, 3, 4):
         out = tmp_path / f"killed after {last}"
 
-        def stops(self: Federation, state: State, last: int = last) -> tuple[State, RoundReport]:
+        def stops(self: Session, state: State, last: int = last) -> tuple[State, RoundReport]:
             if state.round == last:
                 raise KeyboardInterrupt
             return step(self, state)
 
-        monkeypatch.setattr(Federation, "step", stops)
+        monkeypatch.setattr(Session, "step", stops)
         with pytest.raises(KeyboardInterrupt):
             run_experiment(small(), out, engine="sequential")
-        monkeypatch.setattr(Federation, "step", step)
+        monkeypatch.setattr(Session, "step", step)
         with pytest.raises(UserError, match=f"interrupted after round {last} of 5"):
             run_experiment(small(), out, engine="sequential")
         resumed = run_experiment(small(), out, engine="sequential", resume=True)
@@ -705,11 +706,11 @@ def test_a_projection_is_trained_with_the_encoder_and_thrown_away(share: bool) -
     fed, _ = fedicon(projection=True, share=share)
     start, method = fed.start(), fed.setup.method
     state, _ = run(fed, 1)
-    place = state.server["model"] if share else state.mines["a"]["model"]
+    place = state.server["model"] if share else state.locals["a"]["model"]
     assert all(float((place[name] - start.server["model"][name]).abs().max()) > 0 for name in projection.NAMES)
     state, _ = whole(fed)
-    assert all(set(tree["model"]) == ENCODER | HEAD for tree in fed.deployed(state).values())
-    late = method.broadcast(state.server, "a", Now(ROUNDS, ROUNDS, 3))
+    assert all(set(tree["model"]) == ENCODER | HEAD for tree in fed.deploy(state).trained().values())
+    late = method.broadcast(state.server, "a", Context(ROUNDS, ROUNDS, 3))
     assert not set(late["model"]) & set(projection.NAMES)
 
 

@@ -28,7 +28,7 @@ from fedshift.engines.vmapped import Vmapped
 from fedshift.experiment.schema import AdapterSpec, MethodSpec
 from fedshift.methods.fedavg import FedAvg
 from fedshift.models.cnn import CNN
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.runs.setup import Setup
 from tests.adapters.test_adapters import MODELS, STREAM, TASK, Record, images_of, normalised, stream
 from tests.adapters.test_adapters import trained as network
@@ -310,18 +310,18 @@ def test_engines_agree(kind: str, mode: str) -> None:
 
 
 @cache
-def federated(name: str, norm: bool) -> tuple[Federation, dict[str, Tree]]:
+def federated(name: str, norm: bool) -> tuple[Session, dict[str, Tree]]:
     """A method after both of its stages, on random images."""
     cls = METHODS[name].make
     arch = Arch.of(lambda: CNN(width=2, hidden=6, norm=norm).make((3, 8, 8), 4), (3, 8, 8), "net")
     options = {"head_rounds": 2, "head_epochs": 1, "personal_epochs": 1} if name == "fedicon" else {}
     method = cls(arch=cls.build(arch, options), train=tiny_train(), **options)
     setup = Setup(MethodSpec(name=name), {"net": method}, method.train)
-    fed = Federation(setup, TASK, Sequential(DOUBLE), DOUBLE, seed=2, rounds=1)
+    fed = Session(setup, TASK, Sequential(DOUBLE), DOUBLE, seed=2, rounds=1)
     state = fed.start()
     for _ in range(1 + method.extra_rounds):
         state, _ = fed.step(state)
-    return fed, fed.deployed(state)
+    return fed, fed.deploy(state).trained()
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -371,7 +371,7 @@ def test_a_mode_nobody_knows_is_refused() -> None:
 
 # ---- what it is for -----------------------------------------------------------------------------------------------------
 @cache
-def digits(name: str, norm: bool = False) -> tuple[Federation, dict[str, Tree]]:
+def digits(name: str, norm: bool = False) -> tuple[Session, dict[str, Tree]]:
     """A small CNN after a few rounds on handwriting on two kinds of paper; the streams are corrupted."""
     pool = sources.load("embedded:digits", size=16).only(("pen", "paper"))
     task = build(pool, ByDomain(), Splitting(), {"noise": Corrupted()})
@@ -381,13 +381,13 @@ def digits(name: str, norm: bool = False) -> tuple[Federation, dict[str, Tree]]:
     stages = {"head_rounds": 4, "head_epochs": 5, "personal_epochs": 2, "head_lr": 0.1, "flip": False}
     options: dict[str, Any] = stages if name == "fedicon" else {}
     method = cls(arch=cls.build(arch, options), train=train, **options)
-    fed = Federation(
+    fed = Session(
         Setup(MethodSpec(name=name), {"cnn": method}, train), task, Sequential(Compute()), Compute(), seed=0, rounds=6
     )
     state = fed.start()
     for _ in range(6 + method.extra_rounds):
         state, _ = fed.step(state)
-    return fed, fed.deployed(state)
+    return fed, fed.deploy(state).trained()
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"])
@@ -397,7 +397,7 @@ def test_the_contrast_falls_on_real_images(name: str, norm: bool, mode: str) -> 
     fed, deployed = digits(name, norm)
     method = fed.setup.method
     adapter = ADAPTERS["fedicon"].make(
-        arch=method.arch, forward=method.forward, flip=False, mode=mode, lr=1e-2, epochs=3, temperature=0.1
+        arch=method.arch, predict_with=method.predict, flip=False, mode=mode, lr=1e-2, epochs=3, temperature=0.1
     )
     for client in fed.task.clients:
         samples = fed.task.samples(client, "noise")
@@ -410,7 +410,7 @@ def test_the_contrast_falls_on_real_images(name: str, norm: bool, mode: str) -> 
                 for epoch in range(3):
                     for rows in torch.arange(len(x)).split(32)[: len(x) // 32]:
                         views = [contrastive_views(x[rows], fresh["views"][rows, epoch, i], False) for i in range(2)]
-                        z = method.forward(tree, torch.cat(views)).features
+                        z = method.predict(tree, torch.cat(views)).features
                         losses.append(float(contrastive(z, torch.arange(len(rows)).repeat(2), 0.1)))
             return sum(losses) / len(losses)
 

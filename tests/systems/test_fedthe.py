@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedshift.core.arch import Arch
+from fedshift.core.context import Context, Phase
 from fedshift.core.grad import gradient
-from fedshift.core.method import Batch, Method, Now, Phase, Train
+from fedshift.core.method import Batch, Method, Train
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tensors, Tree, drop, pick
 from fedshift.data import sources
@@ -26,7 +27,7 @@ from fedshift.engines.sequential import Sequential
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, MethodSpec
 from fedshift.models.cnn import CNN
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.runs.setup import Setup
 from fedshift.store.state import State
 from fedshift.store.trees import load, save
@@ -66,7 +67,7 @@ def of_client(steps: list[tuple[Tree, Batch, Phase]], client: Client) -> list[tu
 
 # ---- gradient flow ------------------------------------------------------------------------------------------------------
 def test_what_each_phase_may_touch() -> None:
-    generic, personal, descriptor = FedTHE(arch=AWKWARD, train=TRAIN).phases(Now(0, 3, 2))
+    generic, personal, descriptor = FedTHE(arch=AWKWARD, train=TRAIN).phases(Context(0, 3, 2))
     method = FedTHE(arch=AWKWARD, train=TRAIN)
     assert (generic.slot, method.trainable(generic)) == ("model", AWKWARD.trainable)
     assert (personal.slot, method.trainable(personal)) == ("personal", AWKWARD.head)
@@ -100,7 +101,7 @@ def test_generic_training_moves_the_model_and_personal_training_the_private_head
                 with torch.no_grad():
                     x = SIZED.images[batch["index"]].double() / 255
                     assert float((ARCHS[arch].encode(received, x)[0] - batch["x"]).abs().max()) < 1e-12
-            kept = watch.replies[number][client.name].mine["personal"]
+            kept = watch.replies[number][client.name].local["personal"]
             assert set(kept) == HEAD
             assert all(float((kept[name] - personal[0][0]["personal"][name]).abs().max()) > 1e-6 for name in HEAD)
             moved = {name for name in received if not torch.equal(received[name], shared[name])}
@@ -161,7 +162,7 @@ def test_both_phases_against_torch() -> None:
                 F.cross_entropy(head(x), batch["y"]).backward()
                 optimiser.step()
         expected = {f"out.{name}": leaf.detach() for name, leaf in head.state_dict().items()}
-        assert far(watch.replies[0][client.name].mine["personal"], expected) < 1e-12
+        assert far(watch.replies[0][client.name].local["personal"], expected) < 1e-12
         assert sorted(seen) == sorted(client.train.tolist() * 2)
 
 
@@ -181,9 +182,9 @@ def test_generic_training_does_not_reach_the_private_head_of_the_same_round() ->
         heads[-1] = {**heads[-1], "second": watch.replies[1]["a"]}
     for other in heads[1:]:
         for name in "abc":
-            assert equal_trees(heads[0][name].mine, other[name].mine)
+            assert equal_trees(heads[0][name].local, other[name].local)
             assert far(heads[0][name].up["model"], other[name].up["model"]) > 1e-4
-        assert far(heads[0]["second"].mine["personal"], other["second"].mine["personal"]) > 1e-6  # later it does
+        assert far(heads[0]["second"].local["personal"], other["second"].local["personal"]) > 1e-6  # later it does
 
 
 def test_the_private_head_is_kept_from_round_to_round() -> None:
@@ -194,11 +195,11 @@ def test_the_private_head_is_kept_from_round_to_round() -> None:
     fed.step(state)
     for client in SIZED.clients:
         first = next(step for step in of_client(steps, client) if step[2].slot == "personal")
-        assert equal(pick(first[0]["personal"], HEAD), watch.replies[0][client.name].mine["personal"])
+        assert equal(pick(first[0]["personal"], HEAD), watch.replies[0][client.name].local["personal"])
     still, watch = federation("fedthe", SIZED, personal_epochs=0)
     start = still.start()
     still.step(start)
-    assert equal(watch.replies[0]["b"].mine["personal"], pick(start.server["model"], HEAD))
+    assert equal(watch.replies[0]["b"].local["personal"], pick(start.server["model"], HEAD))
 
 
 # ---- limits -------------------------------------------------------------------------------------------------------------
@@ -222,7 +223,7 @@ def test_where_classes_are_equally_many_balance_changes_nothing() -> None:
     balanced, plain = (ran("fedthe", level, balanced=balanced) for balanced in (True, False))
     assert far(balanced.server["model"], plain.server["model"]) < 1e-12
     for name in "abc":
-        assert far(balanced.mines[name]["personal"], plain.mines[name]["personal"]) < 1e-12
+        assert far(balanced.locals[name]["personal"], plain.locals[name]["personal"]) < 1e-12
 
 
 # ---- descriptors --------------------------------------------------------------------------------------------------------
@@ -244,7 +245,7 @@ def test_descriptors_are_mean_features_of_the_received_extractor_and_their_unifo
             down, reply = watch.downs[number][client.name], watch.replies[number][client.name]
             assert torch.equal(down["descriptor"]["global"], received["descriptor"]["global"])
             assert float((reply.up["descriptor"]["local"] - expected[client.name]).abs().max()) < 1e-12
-            assert torch.equal(reply.mine["descriptor"]["local"], reply.up["descriptor"]["local"])
+            assert torch.equal(reply.local["descriptor"]["local"], reply.up["descriptor"]["local"])
         mean = torch.stack(list(expected.values())).mean(0)
         assert float((state.server["descriptor"]["global"] - mean).abs().max()) < 1e-12
 
@@ -255,18 +256,18 @@ def test_which_versions_of_the_descriptors_are_deployed(sync: bool) -> None:
     fed, _ = federation("fedthe", SIZED, sync_descriptors=sync, personal_lr=0.2)
     before, _ = run(fed, 2)
     after, _ = fed.step(before)
-    deployed = fed.deployed(after)
+    deployed = fed.deploy(after).trained()
     final = {c.name: features(AWKWARD, after.server["model"], c).mean(0) for c in SIZED.clients}
     older = {c.name: features(AWKWARD, before.server["model"], c).mean(0) for c in SIZED.clients}
     common = torch.stack(list((final if sync else older).values())).mean(0)
     for client in SIZED.clients:
         tree = deployed[client.name]
-        assert set(tree) == {"model", "generic", "descriptors"} == set(FedTHE.deploys)
+        assert set(tree) == {"model", "generic", "descriptors"} == set(FedTHE.provides)
         assert float((tree["descriptors"]["local"] - final[client.name]).abs().max()) < 1e-12
         assert float((tree["descriptors"]["global"] - common).abs().max()) < 1e-12
         assert equal(drop(tree["model"], HEAD), drop(after.server["model"], HEAD))
         assert equal(tree["generic"], pick(after.server["model"], HEAD))
-        assert far(pick(tree["model"], HEAD), after.mines[client.name]["personal"]) > 1e-6
+        assert far(pick(tree["model"], HEAD), after.locals[client.name]["personal"]) > 1e-6
     other = federation("fedthe", SIZED, sync_descriptors=not sync, personal_lr=0.2)[0].deployed(after)
     assert float((other["a"]["descriptors"]["global"] - deployed["a"]["descriptors"]["global"]).abs().max()) > 1e-6
     assert equal(other["a"]["model"], deployed["a"]["model"])
@@ -277,12 +278,12 @@ def test_the_last_private_head_is_trained_on_the_final_extractor() -> None:
     fed, _ = federation(watched, SIZED)
     state, _ = run(fed, 1)
     steps.clear()
-    deployed = fed.deployed(state)
+    deployed = fed.deploy(state).trained()
     assert {phase.name for _, _, phase in steps} == {"personal"}
     for client in SIZED.clients:
         inputs = dict(zip(client.train.tolist(), features(AWKWARD, state.server["model"], client), strict=True))
         head = nn.Linear(12, CLASSES).double()
-        head.load_state_dict({n.removeprefix("out."): state.mines[client.name]["personal"][n].clone() for n in HEAD})
+        head.load_state_dict({n.removeprefix("out."): state.locals[client.name]["personal"][n].clone() for n in HEAD})
         optimiser = torch.optim.SGD(head.parameters(), TRAIN.lr)
         for _, batch, _ in of_client(steps, client):
             optimiser.zero_grad()
@@ -295,9 +296,9 @@ def test_the_last_private_head_is_trained_on_the_final_extractor() -> None:
 def test_a_client_that_never_trained_takes_part_at_the_end_and_publishes_nothing() -> None:
     fed, _ = federation("fedthe", SIZED, participation=0.34, rounds=1)
     state, _ = run(fed)
-    assert len(state.mines) == 1
-    deployed = fed.deployed(state)
-    (trained,) = state.mines
+    assert len(state.locals) == 1
+    deployed = fed.deploy(state).trained()
+    (trained,) = state.locals
     own = {c.name: features(AWKWARD, state.server["model"], c).mean(0) for c in SIZED.clients}
     for name, tree in deployed.items():
         assert float((tree["descriptors"]["local"] - own[name]).abs().max()) < 1e-12
@@ -317,7 +318,10 @@ def test_model_and_one_descriptor_travel_in_both_directions_and_nothing_else() -
         down, reply = watch.downs[0][name], watch.replies[0][name]
         assert {slot: set(leaves) for slot, leaves in down.items()} == {"model": NETWORK, "descriptor": {"global"}}
         assert {slot: set(leaves) for slot, leaves in reply.up.items()} == {"model": NETWORK, "descriptor": {"local"}}
-        assert {slot: set(leaves) for slot, leaves in reply.mine.items()} == {"personal": HEAD, "descriptor": {"local"}}
+        assert {slot: set(leaves) for slot, leaves in reply.local.items()} == {
+            "personal": HEAD,
+            "descriptor": {"local"},
+        }
         assert equal(down["model"], start.server["model"])
     assert set(state.server) == {"model", "descriptor"}
 
@@ -326,10 +330,10 @@ def test_model_and_one_descriptor_travel_in_both_directions_and_nothing_else() -
 def test_strangers_have_the_global_head_twice_and_every_weight_gives_its_prediction(sync: bool) -> None:
     fed, _ = federation("fedthe", SIZED, sync_descriptors=sync)
     state, _ = run(fed)
-    strangers, published = fed.newcomers(state), fed.settled(state).published
+    strangers, published = fed.unseen(fed.deploy(state)), fed.settled(state).published
     assert published == (3 * AWKWARD.feature_size * 8 if sync else 0)
     assert set(strangers) == {"new0", "new1"}
-    common = next(iter(fed.deployed(state).values()))["descriptors"]["global"]
+    common = next(iter(fed.deploy(state).trained().values()))["descriptors"]["global"]
     for client in SIZED.unseen:
         tree = strangers[client.name]
         assert equal(tree["model"], state.server["model"])
@@ -356,12 +360,12 @@ def test_deployed_is_a_pure_function_of_the_state(tmp_path: Path) -> None:
     """Best-on-validation asks for it in the middle of a run, a resumed run after a checkpoint."""
     fed, _ = federation("fedthe", SIZED)
     state, _ = run(fed, 2)
-    server, mines = copied(state.server), {name: copied(tree) for name, tree in state.mines.items()}
-    first = fed.deployed(state)
-    fed.newcomers(state)
+    server, locals = copied(state.server), {name: copied(tree) for name, tree in state.locals.items()}
+    first = fed.deploy(state).trained()
+    fed.unseen(fed.deploy(state))
     assert equal_trees(state.server, server)
-    assert all(equal_trees(state.mines[name], tree) for name, tree in mines.items())
-    assert all(equal_trees(fed.deployed(state)[name], tree) for name, tree in first.items())
+    assert all(equal_trees(state.locals[name], tree) for name, tree in locals.items())
+    assert all(equal_trees(fed.deploy(state).trained()[name], tree) for name, tree in first.items())
     save(tmp_path / "state.safetensors", state.trees(), {})
     trees, _ = load(tmp_path / "state.safetensors")
     back = State.of(trees, 2, torch.device("cpu"))
@@ -370,7 +374,7 @@ def test_deployed_is_a_pure_function_of_the_state(tmp_path: Path) -> None:
     undisturbed, _ = run(federation("fedthe", SIZED)[0])
     for end in (fed.step(state)[0], again.step(back)[0]):
         assert equal_trees(end.server, undisturbed.server)
-        assert all(equal_trees(end.mines[name], tree) for name, tree in undisturbed.mines.items())
+        assert all(equal_trees(end.locals[name], tree) for name, tree in undisturbed.locals.items())
 
 
 @pytest.mark.parametrize("options", [{"personal_epochs": -1}, {"personal_lr": -0.1}])
@@ -384,7 +388,7 @@ def test_settings_that_cannot_be_meant_are_refused(options: dict[str, float]) ->
 class Trained:
     """A federation on real images, and what its clients serve with."""
 
-    federation: Federation
+    federation: Session
     method: Method
     deployed: dict[str, Tree]
     task: Task
@@ -408,7 +412,7 @@ def trained(name: str = "fedthe", rounds: int = 50, norm: bool = False, hidden: 
     train = Train(lr=0.1, batch_size=16, local_epochs=1, weight_decay=5e-4, weights="uniform")
     method = cls(arch=cls.build(arch, {}), train=train)
     compute = Compute()
-    fed = Federation(
+    fed = Session(
         Setup(MethodSpec(name=name), {"cnn": method}, train), task, Sequential(compute), compute, seed=0, rounds=rounds
     )
     return Trained(fed, method, fed.deployed(run(fed)[0]), task)

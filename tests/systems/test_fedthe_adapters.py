@@ -447,7 +447,7 @@ def real(name: str) -> tuple[Any, dict[str, Tree], Task]:
     assert min(sizes[client] for client in longest) >= SHORT
     stream = made.task.streams["out-of-client"]
     cut = replace(stream, index={client: rows[:SHORT] for client, rows in stream.index.items()})
-    adapter = ADAPTERS[name].make(arch=made.method.arch, forward=made.method.forward, **LIGHT[name])
+    adapter = ADAPTERS[name].make(arch=made.method.arch, forward=made.method.predict, **LIGHT[name])
     return adapter, {client: made.deployed[client] for client in longest}, replace(made.task, streams={"s": cut})
 
 
@@ -480,7 +480,9 @@ def test_chunks_of_any_size_give_the_same_answers(name: str, monkeypatch: pytest
     assert len({score.correct for score in scores}) == 1
     assert scores[0].correct == int((single[0].argmax(1) == samples.labels[samples.index]).sum())
     assert len({score.telemetry["e"].counts for score in scores if score.telemetry}) <= 1
-    plain, _ = collected(ADAPTERS["none"].make(arch=adapter.arch, forward=adapter.forward), tree, samples, Compute())
+    plain, _ = collected(
+        ADAPTERS["none"].make(arch=adapter.arch, predict_with=adapter.predict), tree, samples, Compute()
+    )
     assert float((single[0] - plain).abs().max()) > 1e-3  # it did something
 
 

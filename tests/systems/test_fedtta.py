@@ -16,8 +16,9 @@ from torch.func import functional_call, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedshift.core.arch import Arch
+from fedshift.core.context import Context, Phase
 from fedshift.core.grad import gradient
-from fedshift.core.method import Batch, Now, Phase, Train
+from fedshift.core.method import Batch, Train
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tensors, Tree, drop, float_bytes, pick, stack
 from fedshift.data import sources
@@ -30,7 +31,7 @@ from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
 from fedshift.experiment.schema import AdapterSpec, MethodSpec
 from fedshift.models.mlp import MLP
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.runs.setup import Setup
 from fedshift.store.state import State
 from fedshift.systems.fedtta.learned_loss import NAMES, RATE, SLOT
@@ -64,9 +65,9 @@ LOSS_SIZE = 32 * CLASSES + 32 + 2 * (32 * 32 + 32) + 32 + 1
 def state_of(method: FedTTA, seed: int = 0) -> Tree:
     """A client's state at the start of a round, in double precision."""
     init = {n: leaf.double() if leaf.is_floating_point() else leaf for n, leaf in method.arch.init(seed).items()}
-    model = method.server_init({"net": init}, ())["model"]
+    model = method.init_server({"net": init}, ())["model"]
     now = {"decay": torch.tensor(1.0, dtype=torch.float64)}
-    return {**method.client_init({"model": model}, {}), "now": now}
+    return {**method.begin({"model": model}, {}), "now": now}
 
 
 def batch_of(count: int = 6) -> dict[str, Tensor]:
@@ -190,7 +191,7 @@ def test_both_gradients_are_clipped_each_for_itself() -> None:
 def test_the_meta_gradient_is_that_of_finite_differences(kind: str, mu: float) -> None:
     """In random directions: of all of psi, all of phi, and of each tensor."""
     method = tta(ARCHS[kind][0], mu=mu)
-    state, batch, (phase,) = state_of(method), batch_of(), method.phases(Now(0, 1, 1))
+    state, batch, (phase,) = state_of(method), batch_of(), method.phases(Context(0, 1, 1))
     if mu:  # a teacher that is not the student
         state["received"] = drop(state_of(method, seed=1)["model"], NAMES)
     model = state["model"]
@@ -241,7 +242,7 @@ def test_a_loss_that_says_the_same_to_everything_leaves_the_model_alone(kind: st
     method = tta(arch, inner_weight_decay=0.0)
     state, batch = state_of(method), batch_of()
     model = {**silent(state["model"]), NAMES[-1]: torch.full((1,), bias, dtype=torch.float64)}
-    (phase,) = method.phases(Now(0, 1, 1))
+    (phase,) = method.phases(Context(0, 1, 1))
     live = pick(model, method.trainable(phase))
     grads, value, _ = gradient(lambda t: method.loss(state, {**model, **t}, batch, phase), live)
     assert float(value) == float(F.cross_entropy(arch(model, batch["x"], batch_stats=True).logits, batch["y"]))
@@ -331,20 +332,20 @@ def test_model_and_loss_travel_and_nothing_else() -> None:
     for report in reports:
         assert report.bytes_down == report.bytes_up == 3 * 8 * count
     assert all(set(down) == {"model"} for downs in watch.downs for down in downs.values())
-    assert not state.mines
+    assert not state.locals
 
 
 def test_model_and_loss_are_deployed_apart_with_the_rate_of_the_last_round() -> None:
     fed, _ = federation("fedtta", SIZED, replace(TRAIN, lr_decay=0.5), AWKWARD, inner_lr=0.4)
     for rounds, rate in ((0, 0.4), (1, 0.2), (3, 0.1)):  # training ends with the rate of its third round
         state = run(fed, rounds)[0]
-        for tree in (*fed.deployed(state).values(), *fed.newcomers(state).values()):
+        for tree in (*fed.deploy(state).trained().values(), *fed.unseen(fed.deploy(state)).values()):
             assert set(tree) == {"model", SLOT}
             assert set(tree["model"]) == {*AWKWARD.parameters, *AWKWARD.buffers}
             assert tuple(tree[SLOT]) == (*NAMES, RATE)
             assert float(tree[SLOT][RATE]) == pytest.approx(rate)
             assert equal({**tree["model"], **pick(tree[SLOT], NAMES)}, state.server["model"])
-    assert set(fed.newcomers(state)) == {"new0", "new1"}
+    assert set(fed.unseen(fed.deploy(state))) == {"new0", "new1"}
     after = fed.after_local(state)
     assert {float(tree[SLOT][RATE]) for tree in after.values()} == {0.4}
 
@@ -366,7 +367,7 @@ def test_clients_at_once_are_clients_one_by_one(kind: str, mu: float) -> None:
     setup = Setup(MethodSpec(name="fedtta"), {"net": method}, method.train)
     ends = []
     for engine in (Sequential(DOUBLE), Vmapped(DOUBLE)):
-        fed = Federation(setup, SEEN, engine, DOUBLE, seed=1, rounds=2)
+        fed = Session(setup, SEEN, engine, DOUBLE, seed=1, rounds=2)
         state = fed.start()
         for _ in range(2):
             state, _ = fed.step(state)
@@ -384,7 +385,7 @@ def test_a_step_asks_the_device_nothing() -> None:
             return func(*args, **(kwargs or {}))
 
     method = tta(AWKWARD, mu=0.5)
-    (phase,) = method.phases(Now(0, 1, 1))
+    (phase,) = method.phases(Context(0, 1, 1))
     start = state_of(method)
     now = {**start["now"], "lr": torch.tensor(0.1, dtype=torch.float64)}
     state = stack([begin(method, start, phase, now)] * 2)
@@ -412,7 +413,7 @@ def test_the_received_copy_is_kept_only_where_it_is_needed() -> None:
 
 # ---- what it is for -----------------------------------------------------------------------------------------------------
 @cache
-def digits() -> tuple[Federation, State]:
+def digits() -> tuple[Session, State]:
     """A small network on written digits, two classes a client; half of the clients come later."""
     pool = sources.load("embedded:digits", size=8).only(("pen",))
     task = build(pool, Pathological(clients=40), Splitting(train=0.85, val=0.15, test=0.0, unseen=0.5), {})
@@ -420,7 +421,7 @@ def digits() -> tuple[Federation, State]:
     train = Train(lr=0.1, batch_size=32, local_steps=10, weight_decay=1e-4, weights="uniform")
     method = FedTTA(arch, train, inner_lr=0.1, loss_lr=0.01)
     setup = Setup(MethodSpec(name="fedtta"), {"mlp": method}, train)
-    fed = Federation(setup, task, Vmapped(Compute()), Compute(), seed=0, rounds=50)
+    fed = Session(setup, task, Vmapped(Compute()), Compute(), seed=0, rounds=50)
     return fed, run(fed)[0]
 
 
@@ -434,7 +435,7 @@ def right(trees: dict[str, Tree], part: str, **spec: Any) -> float:
 
 def test_a_step_without_labels_helps_clients_nobody_has_seen() -> None:
     fed, state = digits()
-    strangers = fed.newcomers(state)
+    strangers = fed.unseen(fed.deploy(state))
     assert len(strangers) == 20
     before, after = (right(strangers, "test", name=name) for name in ("none", "fedtta"))
     assert after >= before + 0.05
@@ -444,6 +445,6 @@ def test_a_step_without_labels_helps_clients_nobody_has_seen() -> None:
 def test_what_was_learnt_is_a_loss_and_not_a_direction() -> None:
     """A step against it is worse than none."""
     fed, state = digits()
-    trees = fed.newcomers(state)
+    trees = fed.unseen(fed.deploy(state))
     against = {name: {**tree, SLOT: {**tree[SLOT], RATE: -tree[SLOT][RATE]}} for name, tree in trees.items()}
     assert right(against, "test", name="fedtta") < right(trees, "test", name="none")

@@ -14,7 +14,8 @@ from torch.func import functional_call, vmap
 from fedshift.blocks.losses import entropy
 from fedshift.core.arch import Arch
 from fedshift.core.compatibility import missing_for_pair
-from fedshift.core.method import Now, Phase, Train
+from fedshift.core.context import Context, Phase
+from fedshift.core.method import Train
 from fedshift.core.registry import ADAPTERS, METHODS
 from fedshift.core.tree import Tensors, Tree, pick, stack, unstack
 from fedshift.data.streams import Setting, Stream
@@ -339,18 +340,18 @@ def test_it_needs_a_learnt_loss() -> None:
     arch, _, _ = trained("plain")
     adapter = on(arch)
     for name, entry in METHODS.items():
-        reason = missing_for_pair(name, entry.make.deploys, "fedtta", adapter)
-        assert (reason is None) == (SLOT in entry.make.deploys)
+        reason = missing_for_pair(name, entry.make.provides, "fedtta", adapter)
+        assert (reason is None) == (SLOT in entry.make.provides)
         assert reason is None or reason.endswith(" would")
     assert adapter.fits
-    assert missing_for_pair("fedtta", FedTTA.deploys, "fedtta", adapter) is None
+    assert missing_for_pair("fedtta", FedTTA.provides, "fedtta", adapter) is None
 
 
 def test_it_takes_what_the_method_deploys() -> None:
     arch = Arch.of(lambda: MODELS["plain"].make(SHAPE, CLASSES), SHAPE, "plain")
     method = FedTTA(arch, Train(lr_decay=0.5), inner_lr=0.8)
-    server = method.server_init({"plain": arch.init(0)}, ())
-    deployed = method.deployed(method.broadcast(server, None, Now(2, 5, 3, final=True)), {})
+    server = method.init_server({"plain": arch.init(0)}, ())
+    deployed = method.deployed(method.broadcast(server, None, Context(2, 5, 3, final=True)), {})
     adapter = on(arch, weight_decay=0.0)
     x = X.float()
     state, value = adapter.step(deployed, x)

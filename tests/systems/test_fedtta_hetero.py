@@ -17,21 +17,22 @@ from torch.func import vmap
 
 from fedshift.blocks.logit_exchange import AdaptedExchange, LogitExchange, divergence, ordered, rows_of
 from fedshift.core.arch import Arch
-from fedshift.core.method import Batch, Facts, Method, Now, Phase, Train
+from fedshift.core.context import ClientInfo, Context, Phase
+from fedshift.core.method import Batch, Method, Train
 from fedshift.core.registry import METHODS
-from fedshift.core.schedule import Plan
 from fedshift.core.tree import Tensors, Tree, pick, shapes
 from fedshift.data.task import Task
 from fedshift.engines import augment
 from fedshift.engines.base import Engine
 from fedshift.engines.reference import schedule_of
+from fedshift.engines.schedule import Plan
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec
 from fedshift.methods.fedavg import FedAvg
 from fedshift.runs.run import run as run_experiment
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.runs.setup import Setup
 from fedshift.store.state import State
 from fedshift.systems.fedtta.hetero import HeteroFedTTA
@@ -94,22 +95,22 @@ def mixed(
     engine: Engine | None = None,
     participation: float = 1.0,
     **options: Any,
-) -> tuple[Federation, Watch]:
+) -> tuple[Session, Watch]:
     """A federation whose clients have these networks in turn, and what was said in it."""
     cls = METHODS[name].make
     methods = {arch.name: cls(arch=cls.build(arch, options), train=train, **options) for arch in archs}
     watch = Watch(engine or Sequential(DOUBLE))  # type: ignore[arg-type]
     setup = Setup(MethodSpec(name=name), methods, train)
-    return Federation(setup, task or public_task(), watch, DOUBLE, SEED, rounds, participation), watch
+    return Session(setup, task or public_task(), watch, DOUBLE, SEED, rounds, participation), watch
 
 
 @cache
-def trained(name: str, unseen: int = 0, archs: Sequence[Arch] = TWO) -> tuple[Federation, Watch, State]:
+def trained(name: str, unseen: int = 0, archs: Sequence[Arch] = TWO) -> tuple[Session, Watch, State]:
     fed, watch = mixed(name, public_task(unseen=unseen), archs)
     return fed, watch, run(fed)[0]
 
 
-def method_of(fed: Federation, client: str) -> Method:
+def method_of(fed: Session, client: str) -> Method:
     return fed._method(fed.task.client(client))
 
 
@@ -205,8 +206,8 @@ def test_every_image_is_told_apart(name: str) -> None:
     method = fed.setup.methods[PLAIN.name]
     assert isinstance(method, LogitExchange)
     client = fed.task.clients[0]
-    now = fed.now(state)
-    begun = method.client_init(method.broadcast(state.server, client.name, now), state.mines[client.name])
+    now = fed.context(state.round)
+    begun = method.begin(method.broadcast(state.server, client.name, now), state.locals[client.name])
     order = torch.tensor([7, 2, 9, 0])
     assert fed.task.public is not None
     found = method.teachers(begun, {"index": fed.task.ids[fed.task.public[order]]})
@@ -218,11 +219,11 @@ def test_every_image_is_told_apart(name: str) -> None:
 # --- FedMD, slowly ----------------------------------------------------------------------------------------------------
 
 
-def own_batches(fed: Federation, client: str, phase: Phase, round_: int) -> list[Tensor]:
+def own_batches(fed: Session, client: str, phase: Phase, round_: int) -> list[Tensor]:
     """Positions of a client's batches among its samples of a phase."""
     method = method_of(fed, client)
     count = len(fed.task.samples(fed.task.client(client), phase.data))
-    order, sizes = schedule_of(method, phase, count, Plan((phase,), fed.moment(round_), SEED), client)
+    order, sizes = schedule_of(method, phase, count, Plan((phase,), fed.context(round_), SEED), client)
     return list(order.split(sizes))
 
 
@@ -234,7 +235,7 @@ def test_two_rounds_of_fedmd_are_those_of_plain_torch() -> None:
     fed, _ = mixed("fedmd")
     task, x = fed.task, public_images(fed.task)
     models = {
-        client.name: module_of(method_of(fed, client.name).arch, fed._birth(client, fed.moment(0))["model"])
+        client.name: module_of(method_of(fed, client.name).arch, fed._birth(client, fed.context(0))["model"])
         for client in task.clients
     }
     assert [len(list(model.parameters())) for model in models.values()] == [4, 6, 4]
@@ -259,9 +260,9 @@ def test_two_rounds_of_fedmd_are_those_of_plain_torch() -> None:
     state, _ = run(fed)
     assert float((state.server["consensus"]["base"] - ensemble).abs().max()) < 1e-12
     for client in task.clients:
-        assert far(state.mines[client.name]["model"], dict(models[client.name].state_dict())) < 1e-12
-        served = fed.deployed(state)[client.name]["model"]
-        assert equal(served, state.mines[client.name]["model"])  # who has trained does not digest once more
+        assert far(state.locals[client.name]["model"], dict(models[client.name].state_dict())) < 1e-12
+        served = fed.deploy(state).trained()[client.name]["model"]
+        assert equal(served, state.locals[client.name]["model"])  # who has trained does not digest once more
 
 
 # --- what is said after a step on the public images -------------------------------------------------------------------
@@ -277,8 +278,8 @@ def test_tents_message_is_that_of_one_step_on_the_mean_entropy(
     state, _ = run(fed)  # the second round has half the rate
     x = public_images(fed.task)
     said = {name: reply.up["logits"]["personal"] for replies in watch.replies[-2:] for name, reply in replies.items()}
-    for client, mine in state.mines.items():
-        model = module_of(method_of(fed, client).arch, mine["model"])
+    for client, local in state.locals.items():
+        model = module_of(method_of(fed, client).arch, local["model"])
         log_p = answers(model, x).log_softmax(1)
         (-(log_p.exp() * log_p).sum(1).mean() / (math.log(2) if bits else 1)).backward()
         if clip is not None:
@@ -286,7 +287,7 @@ def test_tents_message_is_that_of_one_step_on_the_mean_entropy(
         torch.optim.SGD(model.parameters(), 0.5 * (0.05 if rate is None else rate), weight_decay=0.01).step()
         after = answers(model, x).detach()
         assert torch.allclose(said[client], after, rtol=0, atol=1e-12)
-        before = answers(module_of(method_of(fed, client).arch, mine["model"]), x).detach()
+        before = answers(module_of(method_of(fed, client).arch, local["model"]), x).detach()
         assert float((after - before).abs().max()) > 1e-5
 
 
@@ -295,10 +296,10 @@ def test_heterofedttas_messages_are_before_and_after_one_step_on_the_learnt_loss
     state, _ = run(fed)
     x = public_images(fed.task)
     said = {name: reply.up["logits"] for replies in watch.replies[-2:] for name, reply in replies.items()}
-    for client, mine in state.mines.items():
-        model = module_of(method_of(fed, client).arch, mine["model"])
+    for client, local in state.locals.items():
+        model = module_of(method_of(fed, client).arch, local["model"])
         assert torch.allclose(said[client]["base"], answers(model, x), rtol=0, atol=1e-12)
-        loss = torch.stack([norms(mine["model"], answers(model, part), len(part)).sum() for part in x.split(4)]).mean()
+        loss = torch.stack([norms(local["model"], answers(model, part), len(part)).sum() for part in x.split(4)]).mean()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 10.0)
         torch.optim.SGD(model.parameters(), 0.5 * 0.4, weight_decay=1e-4).step()
@@ -319,11 +320,11 @@ def test_the_step_is_made_for_the_message_only(name: str) -> None:
                 return super().looks() if looks else ()
 
         made = {arch.name: Short(arch=arch, train=TRAIN) for arch in TWO}
-        fed = Federation(Setup(MethodSpec(name=name), made, TRAIN), public_task(), Watch(), DOUBLE, SEED, 1)
+        fed = Session(Setup(MethodSpec(name=name), made, TRAIN), public_task(), Watch(), DOUBLE, SEED, 1)
         return run(fed)[0]
 
     with_, without = models(True), models(False)
-    assert all(equal(with_.mines[client]["model"], without.mines[client]["model"]) for client in "abc")
+    assert all(equal(with_.locals[client]["model"], without.locals[client]["model"]) for client in "abc")
 
 
 # --- digesting --------------------------------------------------------------------------------------------------------
@@ -332,9 +333,9 @@ def test_the_step_is_made_for_the_message_only(name: str) -> None:
 @pytest.mark.parametrize("name", HETERO)
 def test_nobody_digests_in_the_first_round(name: str) -> None:
     method = mixed(name)[0].setup.method
-    later, first = ([phase.name for phase in method.phases(Now(round_, 3, 3))] for round_ in (1, 0))
+    later, first = ([phase.name for phase in method.phases(Context(round_, 3, 3))] for round_ in (1, 0))
     assert later == ["digest", *first]
-    assert [phase.data for phase in method.phases(Now(1, 3, 3))].count("train") == 1
+    assert [phase.data for phase in method.phases(Context(1, 3, 3))].count("train") == 1
     assert method.final_phases() == ()
     (phase,) = method.joining_phases()
     assert (phase.data, phase.epochs, phase.labelled) == ("public", 2, False)
@@ -349,9 +350,9 @@ def digest_loss(method: Method, state: Tree, batch: Batch) -> tuple[Tensor, Tens
     return value.detach(), dict(zip(live, grads, strict=True))
 
 
-def digesting(fed: Federation, state: State, client: str = "a") -> tuple[Method, Tree, Batch]:
-    method, now = method_of(fed, client), fed.now(state)
-    begun = method.client_init(method.broadcast(state.server, client, now), state.mines[client])
+def digesting(fed: Session, state: State, client: str = "a") -> tuple[Method, Tree, Batch]:
+    method, now = method_of(fed, client), fed.context(state.round)
+    begun = method.begin(method.broadcast(state.server, client, now), state.locals[client])
     assert fed.task.public is not None
     index = fed.task.public[[3, 1, 8, 5]]
     batch = {"x": fed.task.images[index].double() / 255, "y": fed.task.labels[index], "index": fed.task.ids[index]}
@@ -403,7 +404,7 @@ def test_without_lambda_the_base_ensemble_does_not_matter() -> None:
         ends = [other.step(begun)[0] for begun in (state, told(kind))]
         new = [other.newcomers(begun) for begun in (state, told(kind))]
         for client in "abc":
-            assert equal_trees(ends[0].mines[client], ends[1].mines[client]) != matters
+            assert equal_trees(ends[0].locals[client], ends[1].locals[client]) != matters
         for client in ("new0", "new1"):
             assert equal_trees(new[0][client], new[1][client]) != matters
 
@@ -417,10 +418,10 @@ def test_digesting_brings_a_newcomer_closer_to_the_ensemble(name: str, archs: Se
     apart: list[list[float]] = []
     for epochs in (0, 2, 12):
         fed, _ = mixed(name, task, archs, newcomer_epochs=epochs)
-        served = fed.newcomers(state)
+        served = fed.unseen(fed.deploy(state))
         for client in task.unseen:
             method, tree = fed._method(client), served[client.name]
-            logits = method.forward(tree, x).logits
+            logits = method.predict(tree, x).logits
             apart.append([float(divergence(table, logits)) for table in tables.values()])
     for new in range(3):
         falling = [sum(apart[3 * step + new]) for step in range(3)]
@@ -462,13 +463,19 @@ def test_three_sizes_in_one_federation_whatever_the_engine(name: str) -> None:
     for engine in (Sequential(DOUBLE), Vmapped(DOUBLE)):
         fed, _ = mixed(name, task, THREE, replace(TRAIN, clip=1.0, lr_decay=0.9), engine=engine)
         state, reports = run(fed)
-        assert all(report.left_out == () for report in reports)
-        ends.append((state, {**fed.deployed(state), **fed.newcomers(state)}, [report.loss for report in reports]))
+        assert all(report.diverged == () for report in reports)
+        ends.append(
+            (
+                state,
+                {**fed.deploy(state).trained(), **fed.unseen(fed.deploy(state))},
+                [report.loss for report in reports],
+            )
+        )
     (state, served, losses), (other, also, same) = ends
-    assert len({len(tree["model"]) for tree in state.mines.values()}) == 3
+    assert len({len(tree["model"]) for tree in state.locals.values()}) == 3
     assert gap(state.server, other.server) < 1e-10
-    for client, tree in state.mines.items():
-        assert gap(tree, other.mines[client]) < 1e-10
+    for client, tree in state.locals.items():
+        assert gap(tree, other.locals[client]) < 1e-10
     assert list(served) == [*"abcde", "new0", "new1", "new2", "new3"] == list(also)
     for client, tree in served.items():
         assert gap(tree, also[client]) < 1e-10
@@ -482,13 +489,13 @@ def test_three_sizes_in_one_federation_whatever_the_engine(name: str) -> None:
 def test_newcomers_of_every_size_digest_and_adapt(name: str) -> None:
     fed, _ = mixed(name, public_task(unseen=4), THREE)
     state, _ = run(fed)
-    served = fed.newcomers(state)
+    served = fed.unseen(fed.deploy(state))
     sizes = [set(arch.parameters) | set(arch.buffers) for arch in (*THREE, PLAIN)]
     assert [set(tree["model"]) for tree in served.values()] == sizes  # in turn, from the first one on
-    start = {c.name: fed._birth(c, fed.now(state))["model"] for c in fed.task.unseen}
+    start = {c.name: fed._birth(c, fed.context(state.round))["model"] for c in fed.task.unseen}
     for client, tree in served.items():
         method = method_of(fed, client)
-        assert set(tree) == method.deploys
+        assert set(tree) == method.provides
         moved = [name for name in method.arch.parameters if not torch.equal(tree["model"][name], start[client][name])]
         assert set(moved) == set(method.arch.parameters)
     assert far(served["new0"]["model"], served["new3"]["model"]) > 1e-3
@@ -496,7 +503,7 @@ def test_newcomers_of_every_size_digest_and_adapt(name: str) -> None:
     specs = [AdapterSpec(name="none"), AdapterSpec(name="tent", **wholesale)]
     if name == "heterofedtta":
         specs.append(AdapterSpec(name="fedtta"))
-    everybody = {**fed.deployed(state), **served}
+    everybody = {**fed.deploy(state).trained(), **served}
     losses = []
     for spec in specs:
         adapters = {arch: fed.setup.adapter(spec, method) for arch, method in fed.setup.methods.items()}
@@ -509,7 +516,7 @@ def test_newcomers_of_every_size_digest_and_adapt(name: str) -> None:
 def test_heterofedtta_deploys_the_rate_of_the_last_round() -> None:
     fed, _ = mixed("heterofedtta", public_task(unseen=1), train=replace(TRAIN, lr_decay=0.5), rounds=3, inner_lr=0.4)
     state, _ = run(fed)
-    for tree in (*fed.deployed(state).values(), *fed.newcomers(state).values()):
+    for tree in (*fed.deploy(state).trained().values(), *fed.unseen(fed.deploy(state)).values()):
         assert set(tree[SLOT]) == {*NAMES, RATE}
         assert float(tree[SLOT][RATE]) == pytest.approx(0.4 * 0.25)
         assert not set(tree["model"]) & set(NAMES)
@@ -521,12 +528,12 @@ def test_new_clients_never_influence_training(name: str) -> None:
     alone, _ = mixed(name, replace(fed.task, unseen=()))
     state = fed.start()
     for _ in range(2):
-        fed.newcomers(state)
+        fed.unseen(fed.deploy(state))
         state, _ = fed.step(state)
     expected, _ = run(alone)
     assert equal_trees(state.server, expected.server)
-    assert state.mines.keys() == expected.mines.keys() == set("abc")
-    assert all(equal_trees(state.mines[client], expected.mines[client]) for client in "abc")
+    assert state.locals.keys() == expected.locals.keys() == set("abc")
+    assert all(equal_trees(state.locals[client], expected.locals[client]) for client in "abc")
 
 
 @pytest.mark.parametrize("name", HETERO)
@@ -539,7 +546,7 @@ def test_labels_of_the_public_set_and_of_newcomers_are_never_read(name: str) -> 
     for given in (task, replace(task, labels=labels)):
         fed, _ = mixed(name, given)
         state, _ = run(fed)
-        ends.append((state.server, fed.newcomers(state)))
+        ends.append((state.server, fed.unseen(fed.deploy(state))))
     assert equal_trees(ends[0][0], ends[1][0])
     assert all(equal_trees(ends[0][1][client], ends[1][1][client]) for client in ends[0][1])
 
@@ -551,8 +558,8 @@ def test_public_ids_reach_clients_and_the_server() -> None:
     told: list[list[int]] = []
 
     class Curious(FedAvg):
-        def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
-            told.append(facts.public.tolist())
+        def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
+            told.append(info.public.tolist())
             return {}
 
         def public_init(self, server: Tree, public: Tensor) -> Tree:
@@ -564,9 +571,9 @@ def test_public_ids_reach_clients_and_the_server() -> None:
     for given, ids in ((task, expected), (replace(task, public=None), [])):
         told.clear()
         setup = Setup(MethodSpec(name="x"), {"plain": Curious(arch=PLAIN, train=TRAIN)}, TRAIN)
-        fed = Federation(setup, given, Watch(), DOUBLE, SEED, 1)
+        fed = Session(setup, given, Watch(), DOUBLE, SEED, 1)
         state, _ = run(fed)
-        fed.newcomers(state)
+        fed.unseen(fed.deploy(state))
         assert told == [ids] * len(told)
         assert len(told) > 3
         assert state.server.get("public", {"ids": torch.zeros(0)})["ids"].tolist() == ids

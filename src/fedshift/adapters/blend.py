@@ -23,7 +23,7 @@ class Blend(Adapter):
 
     e: float = 0.5
 
-    needs: ClassVar[frozenset[str]] = frozenset({"model", "global"})
+    requires: ClassVar[frozenset[str]] = frozenset({"model", "global"})
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
@@ -31,5 +31,5 @@ class Blend(Adapter):
 
     def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
         """Two forward passes."""
-        personal, common = self.forward(state, x), self.forward({**state, "model": state["global"]}, x)
+        personal, common = self.predict_with(state, x), self.predict_with({**state, "model": state["global"]}, x)
         return personal._replace(logits=torch.lerp(personal.logits, common.logits, self.e)), state

@@ -8,7 +8,8 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from fedshift.core.adapter import Adapter, with_refreshed_statistics
+from fedshift.blocks.refreshed_statistics import with_refreshed_statistics
+from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tree
@@ -34,7 +35,7 @@ class BatchNormRefresh(Adapter):
     mode: Literal["batch", "refresh"] = "batch"
     passes: int = 0  # of the whole unlabelled set before the first prediction; 0 adapts online only
 
-    needs_arch: ClassVar[frozenset[str]] = frozenset({"batch-norm"})
+    requires_arch: ClassVar[frozenset[str]] = frozenset({"batch-norm"})
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
@@ -48,14 +49,14 @@ class BatchNormRefresh(Adapter):
 
     def fit(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> Tree:
         """Refresh the statistics on the whole set first, if asked to."""
-        return with_refreshed_statistics(self.forward, state, x, self.batch_size, self.passes)
+        return with_refreshed_statistics(self.predict_with, state, x, self.batch_size, self.passes)
 
     def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
         """One sample alone has no batch statistics and is predicted with the running ones."""
         if len(x) == 1:
-            return self.forward(state, x), state
-        output = self.forward(state, x, batch_stats=True)
+            return self.predict_with(state, x), state
+        output = self.predict_with(state, x, batch_stats=True)
         if self.mode == "batch":
             return output, state
         refreshed = {**state, "model": {**state["model"], **output.buffers}}
-        return self.forward(refreshed, x), refreshed
+        return self.predict_with(refreshed, x), refreshed

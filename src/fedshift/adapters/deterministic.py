@@ -23,7 +23,7 @@ class Deterministic(Adapter):
     these draws are worth.
     """
 
-    needs_arch: ClassVar[frozenset[str]] = frozenset({"stochastic"})
+    requires_arch: ClassVar[frozenset[str]] = frozenset({"stochastic"})
 
     def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
         """The network as it is, whatever the method makes of it."""

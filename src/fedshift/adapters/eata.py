@@ -63,7 +63,7 @@ class EfficientTent(Tent):
 
             def loss(tensors: Tensors, x: Tensor = batch["x"]) -> tuple[Tensor, None]:
                 tree = {**deployed, "model": {**deployed["model"], **tensors}}
-                logits = self.forward(tree, x, self._batch_stats(x)).logits
+                logits = self.predict_with(tree, x, self._batch_stats(x)).logits
                 return F.cross_entropy(logits, logits.argmax(1)), None
 
             grads, _, _ = gradient(loss, live)

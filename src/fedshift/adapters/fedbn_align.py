@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedshift.core.adapter import Adapter, with_refreshed_statistics
+from fedshift.blocks.refreshed_statistics import with_refreshed_statistics
+from fedshift.core.adapter import Adapter
 from fedshift.core.checks import not_negative
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tree
@@ -32,7 +33,7 @@ class StatisticsAlignment(Adapter):
     passes: int = 1
     batch_size: int = 50
 
-    needs_arch: ClassVar[frozenset[str]] = frozenset({"batch-norm"})
+    requires_arch: ClassVar[frozenset[str]] = frozenset({"batch-norm"})
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
@@ -42,4 +43,4 @@ class StatisticsAlignment(Adapter):
 
     def fit(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> Tree:
         """Refresh the statistics on the whole set."""
-        return with_refreshed_statistics(self.forward, state, x, self.batch_size, self.passes)
+        return with_refreshed_statistics(self.predict_with, state, x, self.batch_size, self.passes)

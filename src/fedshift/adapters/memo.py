@@ -12,7 +12,7 @@ from fedshift.blocks.per_sample_tuning import tuned_on_views
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
 from fedshift.core.checks import not_negative, positive
-from fedshift.core.method import Draw
+from fedshift.core.context import RandomSpec
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tensors, Tree
 
@@ -41,15 +41,15 @@ class Memo(Adapter):
         """What each step trains."""
         return [self.arch.trainable] * self.steps
 
-    def draws(self) -> dict[str, Draw]:
+    def draws(self) -> dict[str, RandomSpec]:
         """New views for every step."""
-        return {"views": Draw("uniform", (len(self.stages()), self.views, augmix.NUMBERS))}
+        return {"views": RandomSpec("uniform", (len(self.stages()), self.views, augmix.NUMBERS))}
 
     def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
         """Every sample with weights of its own; the state stays what it was."""
 
         def logits(live: Tensors, images: Tensor, _: Tensor) -> Tensor:
-            return self.forward({**state, "model": live}, images).logits
+            return self.predict_with({**state, "model": live}, images).logits
 
         tuned = tuned_on_views(
             logits,
@@ -62,4 +62,4 @@ class Memo(Adapter):
             flip=self.flip,
             convolutional=self.arch.has_convolution,
         )
-        return self.forward(state, x)._replace(logits=tuned), state
+        return self.predict_with(state, x)._replace(logits=tuned), state

@@ -52,7 +52,7 @@ class PrototypeClassifier(Adapter):
 
     def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
         """Score the whole chunk as if its samples came one by one."""
-        output = self.forward(state, x)
+        output = self.predict_with(state, x)
         supports, scores = state["supports"], []
         size = max(1, min(512, PROTOTYPE_NUMBERS // (output.logits.shape[1] * output.features.shape[1])))
         for features, logits in zip(output.features.split(size), output.logits.split(size), strict=True):

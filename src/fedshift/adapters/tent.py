@@ -45,7 +45,7 @@ class Tent(Adapter):
     bits: bool = False  # entropy in bits scales the step by 1.44
     clip: float | None = None
 
-    needs_arch: ClassVar[frozenset[str]] = frozenset({"batch-norm"})
+    requires_arch: ClassVar[frozenset[str]] = frozenset({"batch-norm"})
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
@@ -59,7 +59,7 @@ class Tent(Adapter):
 
     def requirements(self) -> frozenset[str]:
         """Only the affine variant needs BatchNorm."""
-        return self.needs_arch if self.params == "bn-affine" else frozenset()
+        return self.requires_arch if self.params == "bn-affine" else frozenset()
 
     @property
     def batch(self) -> int | None:
@@ -84,7 +84,7 @@ class Tent(Adapter):
         for _ in range(self.steps - 1):
             output, state = self._step(state, x)
         if self.predict_when == "after":
-            output = self.forward(state, x, self._batch_stats(x))._replace(aux=output.aux)
+            output = self.predict_with(state, x, self._batch_stats(x))._replace(aux=output.aux)
         return output, state
 
     def _rule(self) -> Optim:
@@ -99,7 +99,7 @@ class Tent(Adapter):
         live = pick(state["model"], self.trained())
 
         def loss(tensors: Tensors) -> tuple[Tensor, tuple[Output, Tree]]:
-            output = self.forward({**state, "model": {**state["model"], **tensors}}, x, self._batch_stats(x))
+            output = self.predict_with({**state, "model": {**state["model"], **tensors}}, x, self._batch_stats(x))
             value, output, notes = self._objective(state, tensors, output)
             return value, (output, notes)
 

@@ -14,7 +14,7 @@ from fedshift.blocks.head_mixing import agreement_slope, search_weight
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
 from fedshift.core.checks import not_negative
-from fedshift.core.method import Draw
+from fedshift.core.context import RandomSpec
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tree
 
@@ -38,16 +38,16 @@ class ViewAgreement(Adapter):
     steps: int = 10
     flip: bool = True
 
-    needs: ClassVar[frozenset[str]] = frozenset({"model", "generic"})
+    requires: ClassVar[frozenset[str]] = frozenset({"model", "generic"})
     telemetry: ClassVar[tuple[str, ...]] = ("e",)
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
         not_negative(lr=self.lr, steps=self.steps)
 
-    def draws(self) -> dict[str, Draw]:
+    def draws(self) -> dict[str, RandomSpec]:
         """Two views."""
-        return {"views": Draw("uniform", (2, augment.NUMBERS))}
+        return {"views": RandomSpec("uniform", (2, augment.NUMBERS))}
 
     def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
         """Three passes of the network, one search."""
@@ -59,11 +59,11 @@ class ViewAgreement(Adapter):
             return -agreement_slope((mixed[0], mixed[1]), (first[1], second[1]))
 
         e = search_weight(slope, first[0][:, 0], self.lr, self.steps)
-        output = self.forward(state, x)
+        output = self.predict_with(state, x)
         generic = self.arch.classify(state["generic"], output.features)
         return output._replace(logits=torch.lerp(output.logits, generic, e[:, None]), aux={"e": e}), state
 
     def _heads(self, state: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of the personal head, and the way from them to the global one's."""
-        output = self.forward(state, x)
+        output = self.predict_with(state, x)
         return output.logits, self.arch.classify(state["generic"], output.features) - output.logits

@@ -13,8 +13,8 @@ from fedshift.blocks.rotation import TURNS, turn_losses, turned
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
 from fedshift.core.checks import not_negative, positive
+from fedshift.core.context import RandomSpec
 from fedshift.core.grad import gradient
-from fedshift.core.method import Draw
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tensors, Tree, pick
 
@@ -39,7 +39,7 @@ class TestTimeTraining(Adapter):
     lr: float = 1e-3
     copies: int = 32
 
-    needs: ClassVar[frozenset[str]] = frozenset({"model", "rotation"})
+    requires: ClassVar[frozenset[str]] = frozenset({"model", "rotation"})
     sequential: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -47,16 +47,16 @@ class TestTimeTraining(Adapter):
         not_negative(lr=self.lr)
         positive(copies=self.copies)
 
-    def draws(self) -> dict[str, Draw]:
+    def draws(self) -> dict[str, RandomSpec]:
         """The turns of a sample's copies."""
-        return {"turns": Draw("integers", (self.copies,), high=TURNS)}
+        return {"turns": RandomSpec("integers", (self.copies,), high=TURNS)}
 
     def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
         """One sample after the other."""
         logits, features = [], []
         for image, turns in zip(x.split(1), draws["turns"], strict=True):
             state = self._step(state, image, turns)
-            output = self.forward(state, image)
+            output = self.predict_with(state, image)
             logits.append(output.logits)
             features.append(output.features)
         return Output(torch.cat(logits), torch.cat(features), {}, {}), state
@@ -74,7 +74,7 @@ class TestTimeTraining(Adapter):
 
         def loss(tensors: Tensors) -> tuple[Tensor, Tensors]:
             model = {**state["model"], **pick(tensors, trained)}
-            output = self.forward({**state, "model": model}, copies, batch_stats=batch_stats)
+            output = self.predict_with({**state, "model": model}, copies, batch_stats=batch_stats)
             return (weights * turn_losses(tensors, output.features, turns)).sum(), output.buffers
 
         grads, _, buffers = gradient(loss, live)

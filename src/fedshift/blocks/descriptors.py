@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from fedshift.core.method import Batch, Method, Now, Phase
-from fedshift.core.tree import Tensors, Tree, pick, weighted_mean
+from fedshift.core.context import Context, Phase, ServerContext
+from fedshift.core.method import Batch, Method
+from fedshift.core.tree import Tensors, Tree, pick, uniform_mean
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,14 @@ class DescribedMethod(Method):
     """FedAvg, and beside it descriptors: each client's mean feature and their uniform mean.
 
     A subclass puts :meth:`descriptor_phase` among its phases, keeps ``state["descriptor"]`` and lets it travel. At the end
-    clients publish the descriptors of the final extractor, so that the deployed ones belong to the deployed model.
+    clients give away the descriptors of the final extractor, so that the deployed ones belong to the deployed model.
     """
 
-    deploys: ClassVar[frozenset[str]] = frozenset({"model", "generic", "descriptors"})
+    provides: ClassVar[frozenset[str]] = frozenset({"model", "generic", "descriptors"})
 
     def descriptor_phase(self, slot: str) -> Phase:
         """One look at the features of all training images under the extractor in a slot."""
-        return Phase(slot=slot, name="descriptor", trainable=frozenset(), inputs="features", batch_stats=False)
+        return Phase(slot=slot, name="descriptor", kind="fold", inputs="features", batch_stats=False)
 
     def head_phase(self, slot: str, name: str, epochs: int, lr: float | None) -> Phase:
         """A head on the frozen extractor in a slot, whose features are computed once."""
@@ -44,35 +44,33 @@ class DescribedMethod(Method):
         share = batch["x"].sum(0) / state["now"]["samples"]
         return {**state, "descriptor": {"local": state["descriptor"]["local"] + share}}
 
-    def publish(self, mine: Tree) -> Tree:
-        """The descriptor of the final extractor."""
-        return {"descriptor": mine["descriptor"]} if "descriptor" in mine else {}
+    def descriptor_gift(self, local: Tree) -> Tree:
+        """The descriptor of the final extractor, where there is one."""
+        return {"descriptor": local["descriptor"]} if "descriptor" in local else {}
 
-    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+    def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """Before anybody has sent a descriptor it is all ones."""
-        server = super().server_init(models, clients)
+        server = super().init_server(models, clients, public)
         return {**server, "descriptor": {"global": self.undescribed(server["model"])}}
 
-    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
+    def broadcast(self, server: Tree, client: str, ctx: Context) -> Tree:
         """The global descriptor goes down with the model."""
-        return {**super().broadcast(server, client, now), "descriptor": server["descriptor"]}
+        return {**super().broadcast(server, client, ctx), "descriptor": server["descriptor"]}
 
-    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
         """FedAvg, and the uniform mean of the descriptors."""
-        return self.welcome(super().aggregate(server, ups, now, draws), ups)
+        merged, metrics = super().aggregate(server, ups, ctx)
+        return self.take_gifts(merged, ups), metrics
 
-    def welcome(self, server: Tree, published: Mapping[str, Tree]) -> Tree:
+    def take_gifts(self, server: Tree, gifts: Mapping[str, Tree]) -> Tree:
         """The uniform mean of the descriptors is the global one."""
-        own = [tree["descriptor"] for tree in published.values() if "descriptor" in tree]
-        if not own:
-            return server
-        mean = weighted_mean(own, torch.full((len(own),), 1 / len(own), dtype=torch.float64))
-        return {**server, "descriptor": {"global": mean["local"]}}
+        own = [tree["descriptor"] for tree in gifts.values() if "descriptor" in tree]
+        return {**server, "descriptor": {"global": uniform_mean(own)["local"]}} if own else server
 
-    def descriptors(self, down: Tree, mine: Tree) -> Tensors:
+    def descriptors(self, down: Tree, local: Tree) -> Tensors:
         """Both descriptors; one's own is the global one where there is none."""
         common = down["descriptor"]["global"]
-        return {"global": common, "local": mine.get("descriptor", {"local": common})["local"]}
+        return {"global": common, "local": local.get("descriptor", {"local": common})["local"]}
 
     def undescribed(self, model: Tensors) -> Tensor:
         """The descriptor of nothing yet: all ones."""

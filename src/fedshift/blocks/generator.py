@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fedshift.core import rng
 from fedshift.core.checks import not_negative, positive
+from fedshift.core.context import Context, Phase, RandomSpec, ServerContext
 from fedshift.core.grad import gradient
-from fedshift.core.method import Batch, Draw, Method, Now, Phase
+from fedshift.core.method import Batch, Method
 from fedshift.core.optim import Adam, Optim
 from fedshift.core.tree import Tensors, Tree, drop, pick
 from fedshift.errors import UserError
@@ -153,12 +154,12 @@ class GeneratorMethod(Method):
             raise UserError(f"generator-batch must be at least 2, because of BatchNorm, not {self.generator_batch}")
 
     # ---- the client ----------------------------------------------------------------------------------------------------
-    def draws(self, phase: Phase) -> dict[str, Draw]:
+    def draws(self, phase: Phase) -> dict[str, RandomSpec]:
         """Labels to imagine features of, and noise."""
         return {
             **super().draws(phase),
-            "imagined": Draw("integers", high=self.arch.classes),
-            "imagined noise": Draw("normal", (self.noise_size,)),
+            "imagined": RandomSpec("integers", high=self.arch.classes),
+            "imagined noise": RandomSpec("normal", (self.noise_size,)),
         }
 
     def imagined(self, state: Tree, labels: Tensor, noise: Tensor) -> Tensor:
@@ -190,39 +191,33 @@ class GeneratorMethod(Method):
         heads = stacked_heads([up["model"] for up in ups.values()], self.arch.head)
         return lambda features, labels, _: ensemble_loss(heads, features, labels)
 
-    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+    def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """An untrained generator and an optimiser that has seen nothing."""
-        server = super().server_init(models, clients)
+        server = super().init_server(models, clients, public)
         like, size = server["model"][self.arch.parameters[0]], self.arch.feature_size
         tensors = fresh(like, self.arch.classes, self.noise_size, self.generator_hidden or 8 * size, size)
-        memory, unknown = self.rule.memory(drop(tensors, STATISTICS)), {"loss": like.new_full((), math.nan)}
-        return {**server, "generator": tensors, "generator memory": memory, "generator log": unknown}
+        return {**server, "generator": tensors, "generator memory": self.rule.memory(drop(tensors, STATISTICS))}
 
-    def told(self, server: Tree) -> Tensors:
-        """The generator's mean loss over its steps, each before the step."""
-        log = server.get("generator log")  # older checkpoints have none
-        return {} if log is None else {"generator-loss": log["loss"]}
-
-    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
+    def broadcast(self, server: Tree, client: str, ctx: Context) -> Tree:
         """The generator goes down with the model; who is only going to predict needs none."""
-        down = super().broadcast(server, client, now)
-        return down if client is None or now.final else {**down, "generator": server["generator"]}
+        down = super().broadcast(server, client, ctx)
+        return down if ctx.ending else {**down, "generator": server["generator"]}
 
-    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
         """FedAvg, and some steps of the generator on the heads that came up."""
         tensors = server["generator"]
         steps, size = self.generator_steps, self.generator_batch
         ids = torch.arange(steps, device=tensors[INNER].device)
-        labels = rng.integers(server_seed(draws, "labels"), ids, self.arch.classes, (size,))
-        noise = rng.normal(server_seed(draws, "noise"), ids, (size, self.noise_size)).to(tensors[INNER].dtype)
+        labels = rng.integers(server_seed(ctx, "labels"), ids, self.arch.classes, (size,))
+        noise = rng.normal(server_seed(ctx, "noise"), ids, (size, self.noise_size)).to(tensors[INNER].dtype)
         tensors, memory, losses = trained(
             tensors, server["generator memory"], self.rule, self.generator_loss(ups), labels, noise
         )
-        merged = super().aggregate(server, ups, now, draws)
-        log = {"loss": losses.mean().detach()}
-        return {**merged, "generator": tensors, "generator memory": memory, "generator log": log}
+        merged, metrics = super().aggregate(server, ups, ctx)
+        mean = {"generator-loss": losses.mean().detach()}  # over its steps, each before the step
+        return {**merged, "generator": tensors, "generator memory": memory}, {**metrics, **mean}
 
 
-def server_seed(draws: Batch, purpose: str) -> int:
+def server_seed(ctx: ServerContext, purpose: str) -> int:
     """The seed of one purpose of the server in this round."""
-    return rng.seed_of(int(draws["seed"]), "generator", purpose)
+    return rng.seed_of(ctx.seed, "generator", purpose)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from fedshift.blocks.inner_step import stepped
 from fedshift.core.checks import not_negative
+from fedshift.core.context import ClientInfo, Context, Phase, ServerContext
 from fedshift.core.grad import gradient
-from fedshift.core.method import Batch, Facts, Method, Now, Phase
-from fedshift.core.tree import Tensors, Tree, pick, weighted_mean, zeros_like
+from fedshift.core.method import Batch, Method
+from fedshift.core.tree import Tensors, Tree, pick, uniform_mean, zeros_like
 from fedshift.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,11 +62,11 @@ class LogitExchange(Method):
     """The skeleton: digest what all think of D_p, train on one's own data, say what one thinks of D_p now.
 
     The server keeps one mean table for each name in ``ensembles``. Each client, also one that joins later, starts from a
-    random network of its own. A newcomer digests, and needs no labels for it.
+    random network of its own. An unseen client digests, and needs no labels for it.
     """
 
     digest_epochs: int = 1
-    newcomer_epochs: int = 2
+    unseen_epochs: int = 2
 
     personal: ClassVar[bool] = True
     linear: ClassVar[bool] = True
@@ -73,7 +74,7 @@ class LogitExchange(Method):
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        not_negative(digest_epochs=self.digest_epochs, newcomer_epochs=self.newcomer_epochs)
+        not_negative(digest_epochs=self.digest_epochs, unseen_epochs=self.unseen_epochs)
 
     def prepare_task(self, task: Task) -> Task:
         """Without public images there is nothing to talk about."""
@@ -83,14 +84,14 @@ class LogitExchange(Method):
             )
         return task
 
-    def phases(self, now: Now) -> tuple[Phase, ...]:
+    def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """Digest, revisit, communicate; in the first round there is nothing to digest yet."""
-        digest = (self.digest_phase(self.digest_epochs),) if now.round > 0 else ()
-        return (*digest, *super().phases(now), *self.looks())
+        digest = (self.digest_phase(self.digest_epochs),) if ctx.round > 0 else ()
+        return (*digest, *super().phases(ctx), *self.looks())
 
-    def joining_phases(self) -> tuple[Phase, ...]:
-        """A newcomer digests."""
-        return (self.digest_phase(self.newcomer_epochs),)
+    def last_phases(self, ctx: Context) -> tuple[Phase, ...]:
+        """An unseen client digests."""
+        return (self.digest_phase(self.unseen_epochs),) if ctx.stage == "unseen" else ()
 
     def digest_phase(self, epochs: int) -> Phase:
         """Some epochs over D_p."""
@@ -98,21 +99,21 @@ class LogitExchange(Method):
 
     def looks(self) -> tuple[Phase, ...]:
         """Passes over D_p that train nothing; the last one makes what is sent."""
-        return (Phase(name="communicate", data="public", trainable=frozenset(), labelled=False, batch_stats=False),)
+        return (Phase(name="communicate", data="public", kind="fold", labelled=False, batch_stats=False),)
 
-    def private(self, now: Now) -> frozenset[str]:
+    def private(self, ctx: Context) -> frozenset[str]:
         """The whole model."""
         return self.arch.encoder | self.arch.head
 
-    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+    def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """A random network of one's own, and which public image is which."""
-        own = {name: leaf.to(model[name]) for name, leaf in self.arch.init(facts.seed).items()}
-        return {"model": own, "public": ordered(facts.public)}
+        own = {name: leaf.to(model[name]) for name, leaf in self.arch.init(info.seed).items()}
+        return {"model": own, "public": ordered(info.public)}
 
-    def client_init(self, down: Tree, mine: Tree) -> Tree:
+    def begin(self, down: Tree, local: Tree) -> Tree:
         """Beside the model: what all think, and an empty table for what this client thinks."""
-        counter = {"next": torch.zeros_like(mine["public"]["rows"][0])}
-        own = {**super().client_init(down, mine), **{slot: mine[slot] for slot in mine if slot != "model"}}
+        counter = {"next": torch.zeros_like(local["public"]["rows"][0])}
+        own = {**super().begin(down, local), **{slot: local[slot] for slot in local if slot != "model"}}
         return {**own, "logits": zeros_like(down["consensus"]), "row": counter}
 
     def teachers(self, state: Tree, batch: Batch) -> Tensors:
@@ -132,32 +133,27 @@ class LogitExchange(Method):
         tables = {name: table.index_copy(0, rows, said[name]) for name, table in state["logits"].items()}
         return {**state, "logits": tables, "row": {"next": state["row"]["next"] + count}}
 
-    def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
+    def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:
         """Logits go up, everything else stays."""
-        return {"logits": state["logits"]}, super().client_final(state, down, mine)[1]
+        return {"logits": state["logits"]}, super().finish(state, down, local)[1]
 
-    def settle(self, state: Tree, down: Tree, mine: Tree) -> Tree:
-        """A newcomer keeps what it has learnt."""
-        return {slot: pick(state[slot], leaves) for slot, leaves in mine.items()}
+    def settle(self, state: Tree | None, down: Tree, local: Tree, ctx: Context) -> tuple[Tree, Tree]:
+        """An unseen client keeps what it has learnt."""
+        return {}, local if state is None else {slot: pick(state[slot], leaves) for slot, leaves in local.items()}
 
-    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
-        """Tables without rows; the clients may have any networks."""
+    def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
+        """Tables with a row for each image, whose zeros nobody reads; the clients may have any networks."""
         like = next(iter(next(iter(models.values())).values()))
-        return {"model": {}, "consensus": {name: like.new_zeros(0, self.arch.classes) for name in self.ensembles}}
+        tables = {name: like.new_zeros(len(public), self.arch.classes) for name in self.ensembles}
+        return {"model": {}, "consensus": tables}
 
-    def public_init(self, server: Tree, public: Tensor) -> Tree:
-        """A row for each image; nobody reads the zeros of the first round."""
-        tables = {name: table.new_zeros(len(public), table.shape[1]) for name, table in server["consensus"].items()}
-        return {**server, "consensus": tables}
-
-    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
+    def broadcast(self, server: Tree, client: str, ctx: Context) -> Tree:
         """What all think; the same for everybody, seen or not."""
         return {"model": {}, "consensus": server["consensus"]}
 
-    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
         """The mean over this round's clients, each with the same weight."""
-        uniform = torch.full((len(ups),), 1 / len(ups), dtype=torch.float64)
-        return {**server, "consensus": weighted_mean([up["logits"] for up in ups.values()], uniform)}
+        return {**server, "consensus": uniform_mean([up["logits"] for up in ups.values()])}, {}
 
 
 @dataclass(frozen=True)
@@ -172,7 +168,7 @@ class AdaptedExchange(LogitExchange):
         """Find the slope, then look."""
         (communicate,) = super().looks()
         return (
-            Phase(name="slope", data="public", trainable=frozenset(), labelled=False, batch_stats=False),
+            Phase(name="slope", data="public", kind="fold", labelled=False, batch_stats=False),
             communicate,
         )
 
@@ -184,9 +180,9 @@ class AdaptedExchange(LogitExchange):
     def unlabelled(self, state: Tree, tensors: Tensors, x: Tensor) -> Tensor:
         """A batch's share of the loss on all of D_p."""
 
-    def client_init(self, down: Tree, mine: Tree) -> Tree:
+    def begin(self, down: Tree, local: Tree) -> Tree:
         """The slope starts at zero."""
-        state = super().client_init(down, mine)
+        state = super().begin(down, local)
         return {**state, "slope": zeros_like(pick(state["model"], self.arch.trainable))}
 
     def fold(self, state: Tree, batch: Batch, phase: Phase) -> Tree:

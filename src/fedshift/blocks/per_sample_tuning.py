@@ -10,8 +10,8 @@ from torch.func import vmap
 
 from fedshift.blocks import augmix
 from fedshift.blocks.losses import marginal_entropy
+from fedshift.core.batching import at_once
 from fedshift.core.grad import gradient
-from fedshift.core.schedule import at_once
 from fedshift.core.tree import Tensors, pick
 
 Logits = Callable[[Tensors, Tensor, Tensor], Tensor]

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from fedshift.core import rng
 from fedshift.core.arch import Arch, BatchStats, Output
 from fedshift.core.checks import not_negative
-from fedshift.core.method import Batch, Draw, Method, Phase
+from fedshift.core.context import Phase, RandomSpec
+from fedshift.core.method import Batch, Method
 from fedshift.core.tree import Tensors, Tree
 
 SEED = rng.seed_of("what a stochastic representation is predicted with")
@@ -78,9 +79,9 @@ class StochasticMethod(Method):
         """One more layer, for means and deviations."""
         return stochastic(backbone)
 
-    def draws(self, phase: Phase) -> dict[str, Draw]:
+    def draws(self, phase: Phase) -> dict[str, RandomSpec]:
         """Noise for every image of a batch."""
-        return {**super().draws(phase), "noise": Draw("normal", (self.arch.feature_size,))}
+        return {**super().draws(phase), "noise": RandomSpec("normal", (self.arch.feature_size,))}
 
     def outputs(self, tensors: Tensors, batch: Batch, phase: Phase) -> Output:
         """Forward pass through a sample: ``features`` is z; its ``mean`` and ``deviation`` are beside it."""
@@ -92,9 +93,9 @@ class StochasticMethod(Method):
             logits=self.arch.classify(tensors, z), features=z, aux={**output.aux, "mean": output.features}
         )
 
-    def forward(self, deployed: Tree, x: Tensor, batch_stats: BatchStats = False) -> Output:
+    def predict(self, deployed: Tree, x: Tensor, batch_stats: BatchStats = False) -> Output:
         """The log of the mean probability over samples of the representation."""
-        output = super().forward(deployed, x, batch_stats)
+        output = super().predict(deployed, x, batch_stats)
         if not self.samples:
             return output
         device = output.features.device

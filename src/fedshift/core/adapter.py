@@ -9,13 +9,12 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from fedshift.core.arch import Arch, BatchStats, Output
-from fedshift.core.method import Draw
-from fedshift.core.schedule import batch_sizes
-from fedshift.core.tree import Tensors, Tree
+from fedshift.core.context import RandomSpec
+from fedshift.core.tree import Tree
 
 
-class Forward(Protocol):
-    """A method's forward pass: logits, features, inner activations, refreshed buffers of a deployed model."""
+class Predict(Protocol):
+    """A method's prediction: logits, features, inner activations, refreshed buffers of a deployed model."""
 
     def __call__(self, deployed: Tree, x: Tensor, batch_stats: BatchStats = False) -> Output:
         """Predict images in [0, 1]."""
@@ -25,15 +24,15 @@ class Forward(Protocol):
 class Adapter:
     """Predicts without adapting; override to adapt.
 
-    ``needs`` are slots the method must deploy, ``needs_arch`` properties the network must have. ``batch`` is the number
+    ``needs`` are slots the method must deploy, ``requires_arch`` properties the network must have. ``batch`` is the number
     of samples an adapter must see together; None means per-sample answers, the same in chunks of any size.
     """
 
     arch: Arch
-    forward: Forward
+    predict_with: Predict  # the method's predict, bound
 
-    needs: ClassVar[frozenset[str]] = frozenset({"model"})
-    needs_arch: ClassVar[frozenset[str]] = frozenset()
+    requires: ClassVar[frozenset[str]] = frozenset({"model"})
+    requires_arch: ClassVar[frozenset[str]] = frozenset()
     stackable: ClassVar[bool] = True  # many streams' predictions can run under one vmap
     sequential: ClassVar[bool] = False  # samples are worked through one by one: engines run many streams side by side
     telemetry: ClassVar[tuple[str, ...]] = ()  # entries of its outputs' ``aux``: one number in [0, 1] for each sample
@@ -50,13 +49,13 @@ class Adapter:
 
     def slots(self) -> frozenset[str]:
         """The slots that these settings need."""
-        return self.needs
+        return self.requires
 
     def requirements(self) -> frozenset[str]:
         """Properties of the architecture that these settings need."""
-        return self.needs_arch
+        return self.requires_arch
 
-    def draws(self) -> dict[str, Draw]:
+    def draws(self) -> dict[str, RandomSpec]:
         """Random tensors wanted per sample, keyed by sample id."""
         return {}
 
@@ -78,18 +77,4 @@ class Adapter:
 
     def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
         """One chunk of the stream; the order of predicting and adapting is the adapter's own."""
-        return self.forward(state, x), state
-
-    def update(self, tensors: Tensors, x: Tensor) -> Tensors:
-        """One differentiable adaptation step, reusable inside a training loss."""
-        return tensors
-
-
-def with_refreshed_statistics(forward: Forward, state: Tree, x: Tensor, batch_size: int, passes: int) -> Tree:
-    """A state whose normalisation layers have seen these images so often, in batches, with their own momentum."""
-    for _ in range(passes):
-        for images in x.split(batch_sizes(len(x), batch_size)):
-            if len(images) > 1:  # one sample has no statistics
-                buffers = forward(state, images, batch_stats=True).buffers
-                state = {**state, "model": {**state["model"], **buffers}}
-    return state
+        return self.predict_with(state, x), state

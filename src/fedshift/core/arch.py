@@ -127,7 +127,7 @@ class Arch:
                 for entry in getattr(layer, "exposed", ())
             ),
             capabilities=frozenset(
-                layer.capability for layer in module.modules() if isinstance(getattr(layer, "capability", None), str)
+                word for layer in module.modules() if isinstance(word := getattr(layer, "capability", None), str)
             ),
             mean=tuple(mean),
             std=tuple(std),

@@ -45,7 +45,7 @@ def missing_for_pair(method: str, deploys: frozenset[str], adapter_name: str, ad
     slots = sorted(adapter.slots() - deploys)
     if slots:
         wanted = ", ".join(SLOTS.get(slot, slot) for slot in slots)
-        able = [name for name, entry in METHODS.items() if adapter.slots() <= entry.make.deploys]
+        able = [name for name, entry in METHODS.items() if adapter.slots() <= entry.make.provides]
         hint = f", but {', '.join(able)} would" if able else ""
         return f"adapter {adapter_name!r} needs {wanted}, which method {method!r} does not deploy{hint}"
     lacking = sorted(adapter.requirements() - properties(adapter.arch))
@@ -56,6 +56,6 @@ def missing_for_pair(method: str, deploys: frozenset[str], adapter_name: str, ad
 
 def check_method(name: str, method: Method) -> None:
     """Raise the sentence if there is one."""
-    reason = missing_for_method(name, method.needs, method.arch)
+    reason = missing_for_method(name, method.requires, method.arch)
     if reason:
         raise UserError(reason)

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.core.arch import Arch, BatchStats, Output
+from fedshift.core.context import ClientInfo, Context, Phase, RandomSpec, ServerContext
 from fedshift.core.grad import gradient
 from fedshift.core.losses import balanced_softmax
 from fedshift.core.optim import OPTIMISERS, Optim, clip_by_norm
-from fedshift.core.tree import Tensors, Tree, drop, pick, weighted_mean
+from fedshift.core.tree import Tensors, Tree, drop, pick, uniform_mean, weighted_mean
 from fedshift.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,66 +75,16 @@ class Train:
 
 
 @dataclass(frozen=True)
-class Now:
-    """Where in a run we are, for the hooks that decide things in Python; tensors of it are in every state's ``now``."""
-
-    round: int  # from 0
-    rounds: int
-    clients: int  # of the whole task, not only this round's
-    final: bool = False  # after the last aggregation, when clients make ready what they serve with
-
-    def decay(self, train: Train) -> float:
-        """The factor on every learning rate in this round."""
-        return train.lr_decay ** min(self.round, max(self.rounds - 1, 0))
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a client that starts now knows about itself."""
-
-    client: str
-    number: int  # position among the task's clients; -1 for a client nobody has seen
-    samples: int
-    histogram: Tensor  # int64 [classes] of its training labels; zeros without labels
-    seed: int  # of the run and this client
-    public: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # ids of the images all hold
-
-
-@dataclass(frozen=True)
-class Draw:
-    """Random tensors a step wants: ``[batch, *shape]`` of this kind (views, noise, a generator's labels)."""
-
-    kind: Literal["uniform", "normal", "integers"]
-    shape: tuple[int, ...] = ()
-    high: int = 0  # for integers
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One stretch of a client's local work: what is trained, for how long, on what.
-
-    A phase with no trainable names is a *fold*: every batch is passed to :meth:`Method.fold` once.
-    """
-
-    slot: str = "model"
-    trainable: frozenset[str] | None = None  # None: every parameter of the arch
-    epochs: int | None = None  # None: [train] local-epochs (or local-steps)
-    steps: int | None = None
-    optim: Optim | None = None  # None: [train]'s
-    groups: tuple[tuple[frozenset[str], Optim], ...] = ()  # names with an optimiser of their own
-    data: Literal["train", "val", "test", "public"] = "train"  # test: a newcomer's, in phases without labels
-    inputs: Literal["x", "features"] = "x"
-    batch_stats: bool = True  # False: normalisation layers keep their running statistics
-    labelled: bool = True  # unseen clients skip phases that need labels
-    name: str = "train"
-
-
-@dataclass(frozen=True)
 class Method:
     """FedAvg's skeleton; see ``docs/how-to/own-method.md`` and any file in ``fedshift/methods``.
 
+    A round: the server's :meth:`broadcast`; at each client :meth:`begin`, the steps or folds of its :meth:`phases`,
+    :meth:`finish`; the server's :meth:`aggregate`. After the last round: :meth:`last_phases` at every client,
+    :meth:`settle`, the server's :meth:`take_gifts`, and :meth:`deployed` is what a client serves with. A client nobody has
+    seen goes the same way from there, in the stage ``unseen``.
+
     Slots by convention: ``model`` is what is trained and travels, ``now`` is filled by the engine, ``tuned`` is a model
-    that :meth:`final_phases` left behind. Entries of ``mine`` never leave the client.
+    that the last phases left behind. A client's ``local`` state never leaves it.
     """
 
     arch: Arch
@@ -141,13 +92,13 @@ class Method:
 
     linear: ClassVar[bool] = False  # the aggregate is a weighted mean: secure aggregation and central DP need that
     personal: ClassVar[bool] = False  # clients end with models of their own
-    needs: ClassVar[frozenset[str]] = frozenset()  # of the architecture: "norm", "batch-norm"
-    deploys: ClassVar[frozenset[str]] = frozenset({"model"})  # slots adapters can ask for
+    requires: ClassVar[frozenset[str]] = frozenset()  # of the architecture: "norm", "batch-norm", a layer's capability
+    provides: ClassVar[frozenset[str]] = frozenset({"model"})  # slots of what it deploys, for adapters to ask for
     common: ClassVar[frozenset[str]] = frozenset()  # slots everybody receives alike, and only folds read: kept once
 
     @property
     def extra_rounds(self) -> int:
-        """Rounds of its own after the experiment's (``now.round >= now.rounds``); they are stated with the run.
+        """Rounds of its own after the experiment's (``ctx.round >= ctx.rounds``); they are stated with the run.
 
         Before them training is half done, so validation chooses among them only.
         """
@@ -163,37 +114,29 @@ class Method:
         """The task this method trains on (Centralised pools the clients). Evaluation always uses the original."""
         return task
 
-    # ---- what a client does in a round ------------------------------------------------------------------------------
-    def phases(self, now: Now) -> tuple[Phase, ...]:
+    # ---- a round: what is done ----------------------------------------------------------------------------------------
+    def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """Local work of a round, in order."""
         return (Phase(),)
 
-    def final_phases(self) -> tuple[Phase, ...]:
-        """Work done once after the last aggregation, and by a client that joins later."""
-        return ()
-
-    def joining_phases(self) -> tuple[Phase, ...]:
-        """Work of a client that joins later and has no labels: by default the final phases that need none."""
-        return tuple(phase for phase in self.final_phases() if not phase.labelled)
-
-    def draws(self, phase: Phase) -> dict[str, Draw]:
+    def draws(self, phase: Phase) -> dict[str, RandomSpec]:
         """Random tensors wanted in each step's batch, by name."""
         return {}
 
-    # ---- client half: pure, vmappable -------------------------------------------------------------------------------
-    def private(self, now: Now) -> frozenset[str]:
+    # ---- a round: the client, pure and vmappable ----------------------------------------------------------------------
+    def private(self, ctx: Context) -> frozenset[str]:
         """Entries of the model that never leave the client."""
         return frozenset()
 
-    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
-        """Private memory of a client that starts now; ``model`` is the run's common initialisation."""
-        # a stranger has no trained private part, and an untrained one would be worse than none
-        private = pick(model, self.private(now)) if facts.number >= 0 else {}
+    def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
+        """The local state of a client that has none yet; ``model`` is the run's common initialisation."""
+        # an unseen client has no trained private part, and an untrained one would be worse than none
+        private = {} if info.unseen else pick(model, self.private(ctx))
         return {"model": private} if private else {}
 
-    def client_init(self, down: Tree, mine: Tree) -> Tree:
+    def begin(self, down: Tree, local: Tree) -> Tree:
         """The state local work starts from."""
-        return {**down, "model": {**mine.get("model", {}), **down["model"]}}
+        return {**down, "model": {**local.get("model", {}), **down["model"]}}
 
     def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
         """The loss of ``tensors`` (``state[phase.slot]`` with the trainable ones live), and refreshed buffers."""
@@ -206,21 +149,17 @@ class Method:
             return Output(self.arch.classify(tensors, batch["x"]), batch["x"], {}, {})
         return self.arch(tensors, batch["x"], phase.batch_stats)
 
-    def fix_grad(self, state: Tree, grads: Tensors, phase: Phase) -> Tensors:
-        """Correct the gradients before the optimiser sees them."""
-        return grads
-
-    def clipped(self, grads: Tensors, phase: Phase) -> Tensors:
-        """Limit the gradients: by default their joint norm, to ``[train] clip``."""
+    def transform_grads(self, state: Tree, grads: Tensors, phase: Phase) -> Tensors:
+        """What the optimiser sees of the gradients: by default their joint norm is limited to ``[train] clip``."""
         return grads if self.train.clip is None else clip_by_norm(grads, self.train.clip)
 
     def client_step(self, state: Tree, batch: Batch, phase: Phase) -> Tree:
-        """One batch: gradient, :meth:`fix_grad`, clipping, optimiser. Override when a batch needs several updates."""
+        """One batch: gradient, :meth:`transform_grads`, optimiser. Override when a batch needs several updates."""
         slot = state[phase.slot]
         live = pick(slot, self.trainable(phase))
         frozen = {name: leaf for name, leaf in slot.items() if name not in live}
         grads, value, buffers = gradient(lambda t: self.loss(state, {**frozen, **t}, batch, phase), live)
-        grads = self.clipped(self.fix_grad(state, grads, phase), phase)
+        grads = self.transform_grads(state, grads, phase)
         memory = state["optim"]
         scale = state["now"]["decay"]
         for names, rule in self.groups(phase):
@@ -231,77 +170,65 @@ class Method:
         return {**state, phase.slot: {**slot, **live, **buffers}, "optim": memory, "log": log}
 
     def fold(self, state: Tree, batch: Batch, phase: Phase) -> Tree:
-        """A phase that trains nothing: collect descriptors, prototypes, losses."""
+        """A batch of a phase that trains nothing: collect descriptors, prototypes, losses."""
         return state
 
-    def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
+    def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:
         """What goes up and what is kept: by default, what came down goes up and what was private stays."""
         up = {"model": pick(state["model"], down["model"])}
-        return up, {slot: pick(state[slot], leaves) for slot, leaves in mine.items()}
+        return up, {slot: pick(state[slot], leaves) for slot, leaves in local.items()}
 
-    def settle(self, state: Tree, down: Tree, mine: Tree) -> Tree:
-        """What a client keeps of its :meth:`final_phases`: by default the tuned model."""
-        return {**mine, "tuned": state["model"]}
-
-    def publish(self, mine: Tree) -> Tree:
-        """Opt-in, once, after the final phases: what a client gives to the others and to newcomers (counted in bytes)."""
-        return {}
-
-    # ---- server half ------------------------------------------------------------------------------------------------
-    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
-        """The server's state; ``models`` has one entry per architecture."""
+    # ---- a round: the server ------------------------------------------------------------------------------------------
+    def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
+        """The server's state; ``models`` has one entry per architecture, ``public`` the ids of images that all hold."""
         if len(models) != 1:
             raise UserError(
                 f"{type(self).__name__} averages weights, so all clients need one architecture, not {', '.join(models)}"
             )
         return {"model": next(iter(models.values()))}
 
-    def public_init(self, server: Tree, public: Tensor) -> Tree:
-        """The server's state where there is a public set; ``public`` are the ids of its images, in their order."""
-        return server
+    def broadcast(self, server: Tree, client: str, ctx: Context) -> Tree:
+        """What goes down to this client; one nobody has seen also gets what the others gave away."""
+        gifts = server.get("gifts", {}) if ctx.stage == "unseen" else {}
+        return {"model": {**drop(server["model"], self.private(ctx)), **gifts}}
 
-    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
-        """What goes down to this client; None is a client nobody has seen, who also gets what others published."""
-        if client is None:
-            return {"model": {**drop(server["model"], self.private(now)), **server.get("newcomer", {})}}
-        return {"model": drop(server["model"], self.private(now))}
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
+        """The next server state from the messages in client order, and numbers about its own work for the log."""
+        merged = weighted_mean([up["model"] for up in ups.values()], self.weights(ctx))
+        return {**server, "model": {**server["model"], **merged}}, {}
 
-    def told(self, server: Tree) -> Tensors:
-        """Numbers about the server's own work in the round that has just ended, by name, for the log; most have none."""
-        return {}
-
-    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
-        """The next server state. ``now`` has ``samples`` [K] in the order of ``ups`` (client order).
-
-        ``draws["seed"]`` is this round's server seed, for :mod:`fedshift.core.rng`.
-        """
-        merged = weighted_mean([up["model"] for up in ups.values()], self.weights(now))
-        return {**server, "model": {**server["model"], **merged}}
-
-    def weights(self, now: Tensors) -> Tensor:
+    def weights(self, ctx: ServerContext) -> Tensor:
         """FedAvg's weights of this round's clients: by size or uniform; they sum to one."""
-        samples = now["samples"].to(torch.float64)
+        samples = ctx.samples.to(torch.float64)
         raw = samples if self.train.weights == "size" else torch.ones_like(samples)
         return raw / raw.sum()
 
-    def welcome(self, server: Tree, published: Mapping[str, Tree]) -> Tree:
-        """Put what clients published where :meth:`broadcast` finds it: by default their uniform mean, for newcomers."""
-        gifts = [tree["model"] for tree in published.values() if tree.get("model")]
-        if not gifts:
-            return server
-        return {
-            **server,
-            "newcomer": weighted_mean(gifts, torch.full((len(gifts),), 1 / len(gifts), dtype=torch.float64)),
-        }
+    # ---- after the last round, and when an unseen client arrives --------------------------------------------------------
+    def last_phases(self, ctx: Context) -> tuple[Phase, ...]:
+        """Work done once after the last aggregation; an unseen client does what needs no labels."""
+        return ()
+
+    def settle(self, state: Tree | None, down: Tree, local: Tree, ctx: Context) -> tuple[Tree, Tree]:
+        """What a client gives to the others, once (it is counted in bytes), and what it keeps.
+
+        ``state`` is that after the last phases, None if there were none. By default nothing is given, and the tuned model
+        is kept.
+        """
+        return {}, local if state is None else {**local, "tuned": state["model"]}
+
+    def take_gifts(self, server: Tree, gifts: Mapping[str, Tree]) -> Tree:
+        """Put gifts where :meth:`broadcast` finds them: by default their uniform mean, for unseen clients."""
+        models = [gift["model"] for gift in gifts.values() if gift.get("model")]
+        return {**server, "gifts": uniform_mean(models)} if models else server
 
     # ---- hand-over to the second axis -------------------------------------------------------------------------------
-    def deployed(self, down: Tree, mine: Tree) -> Tree:
-        """What a client serves with: what it last received and its private memory."""
-        if "tuned" in mine:
-            return {"model": mine["tuned"]}
-        return {"model": {**mine.get("model", {}), **down["model"]}}
+    def deployed(self, down: Tree, local: Tree) -> Tree:
+        """What a client serves with: what it last received and its local state."""
+        if "tuned" in local:
+            return {"model": local["tuned"]}
+        return {"model": {**local.get("model", {}), **down["model"]}}
 
-    def forward(self, deployed: Tree, x: Tensor, batch_stats: BatchStats = False) -> Output:
+    def predict(self, deployed: Tree, x: Tensor, batch_stats: BatchStats = False) -> Output:
         """Prediction of a deployed model."""
         return self.arch(deployed["model"], x, batch_stats)
 

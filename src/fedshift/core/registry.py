@@ -45,7 +45,7 @@ class Entry(Generic[T]):
         """Hyper-parameters and their defaults, by kebab-case name."""
         if not dataclasses.is_dataclass(self.make):
             return {}
-        shared = {"arch", "train", "forward"}
+        shared = {"arch", "train", "predict_with"}
         return {
             f.name.replace("_", "-"): None if f.default is dataclasses.MISSING else f.default
             for f in dataclasses.fields(self.make)

@@ -89,6 +89,33 @@ def weighted_mean(parts: Sequence[Tensors], weights: Tensor) -> Tensors:
     return result
 
 
+def uniform_mean(parts: Sequence[Tensors]) -> Tensors:
+    """:func:`weighted_mean` in which all count the same.
+
+    >>> uniform_mean([{"w": torch.zeros(1)}, {"w": torch.ones(1)}])
+    {'w': tensor([0.5000])}
+    """
+    return weighted_mean(parts, torch.full((len(parts),), 1 / len(parts), dtype=torch.float64))
+
+
+def slot_of(kind: str, client: str) -> str:
+    """The slot in which a server keeps this kind of thing for one client.
+
+    >>> slot_of("own", "berlin")
+    'own berlin'
+    """
+    return f"{kind} {client}"
+
+
+def slots_of(tree: Tree, kind: str) -> dict[str, Tensors]:
+    """Every client's slot of a kind, by client.
+
+    >>> slots_of({"model": {}, "own berlin": {"w": torch.ones(1)}}, "own")
+    {'berlin': {'w': tensor([1.])}}
+    """
+    return {slot.removeprefix(f"{kind} "): leaves for slot, leaves in tree.items() if slot.startswith(f"{kind} ")}
+
+
 def pick(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Tensors:
     """The entries of ``tensors`` with these names, in the order of ``tensors``.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedshift.core.method import Batch, Draw, Method, Phase
+from fedshift.core.context import Phase, RandomSpec
+from fedshift.core.method import Batch, Method
 from fedshift.core.tree import Tree
 
 SHIFT = "[train] augment"  # the draw behind it; no method's own draw is called so
@@ -14,7 +15,7 @@ SHIFT_NUMBERS = 3  # uniform numbers that one shifted image needs
 
 def step(method: Method, state: Tree, batch: Batch, phase: Phase) -> Tree:
     """One batch of a phase: a training step on augmented images, or a fold."""
-    if phase.trainable == frozenset():
+    if phase.kind == "fold":
         return method.fold(state, batch, phase)
     if _augments(method, phase):
         how = method.train.augment
@@ -23,14 +24,14 @@ def step(method: Method, state: Tree, batch: Batch, phase: Phase) -> Tree:
     return method.client_step(state, batch, phase)
 
 
-def wanted(method: Method, phase: Phase) -> dict[str, Draw]:
+def wanted(method: Method, phase: Phase) -> dict[str, RandomSpec]:
     """Every random tensor of a phase's steps: the method's own and the augmentation's."""
-    shift = {SHIFT: Draw("uniform", (SHIFT_NUMBERS,))} if _augments(method, phase) else {}
+    shift = {SHIFT: RandomSpec("uniform", (SHIFT_NUMBERS,))} if _augments(method, phase) else {}
     return {**method.draws(phase), **shift}
 
 
 def _augments(method: Method, phase: Phase) -> bool:
-    return method.train.augment != "none" and phase.trainable != frozenset() and phase.inputs == "x"
+    return method.train.augment != "none" and phase.kind != "fold" and phase.inputs == "x"
 
 
 def shifted(x: Tensor, numbers: Tensor, flip: bool = True, move: bool = True) -> Tensor:

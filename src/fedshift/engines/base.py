@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fedshift.core.adapter import Adapter
 from fedshift.core.method import Method
-from fedshift.core.schedule import Plan
 from fedshift.core.tree import Tree
 from fedshift.data.task import Task
+from fedshift.engines.schedule import Plan
 
 BINS = 20  # of a density
 
@@ -32,7 +32,7 @@ class Reply:
     """What came of one client's local work."""
 
     up: Tree
-    mine: Tree
+    local: Tree
     loss: float  # mean over the steps of all phases
     steps: int
     finite: bool
@@ -84,7 +84,7 @@ class Engine(Protocol):
     """How many clients' local work is executed; all engines give the same results."""
 
     def train(
-        self, method: Method, downs: Mapping[str, Tree], mines: Mapping[str, Tree], task: Task, plan: Plan
+        self, method: Method, downs: Mapping[str, Tree], locals: Mapping[str, Tree], task: Task, plan: Plan
     ) -> dict[str, Reply]:
         """The local work of every client in ``downs``."""
 

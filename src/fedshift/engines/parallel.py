@@ -30,10 +30,10 @@ from loky.process_executor import BrokenProcessPool, TerminatedWorkerError
 
 from fedshift.core.adapter import Adapter
 from fedshift.core.method import Method
-from fedshift.core.schedule import Plan
 from fedshift.core.tree import Tree
 from fedshift.data.task import Task
 from fedshift.engines.base import Compute, Reply, Score
+from fedshift.engines.schedule import Plan
 from fedshift.engines.sequential import Sequential
 from fedshift.errors import UserError
 from fedshift.store.trees import load, write
@@ -58,12 +58,12 @@ class Parallel:
         self._cleanup = weakref.finalize(self, shutil.rmtree, str(self._folder), ignore_errors=True)
 
     def train(
-        self, method: Method, downs: Mapping[str, Tree], mines: Mapping[str, Tree], task: Task, plan: Plan
+        self, method: Method, downs: Mapping[str, Tree], locals: Mapping[str, Tree], task: Task, plan: Plan
     ) -> dict[str, Reply]:
         """The local work of every client in ``downs``."""
         shipped = self._ship(method)
         if shipped is None:
-            return Sequential(self.compute).train(method, downs, mines, task, plan)
+            return Sequential(self.compute).train(method, downs, locals, task, plan)
         where = self._ship_task(task)
         names = list(downs)
         pieces = _pieces(names, [len(task.client(name).train) for name in names], self.workers * PIECES_PER_WORKER)
@@ -74,7 +74,7 @@ class Parallel:
         for piece in pieces:
             letter = self._file()
             own = {f"down {name}": _apart(downs[name], common) for name in piece}
-            write(letter, {**own, **{f"mine {name}": mines.get(name, {}) for name in piece}})
+            write(letter, {**own, **{f"local {name}": locals.get(name, {}) for name in piece}})
             jobs.append((shipped, where, str(inbox), str(letter), piece, plan, self.compute, str(self._file())))
         replies: dict[str, Reply] = {}
         for answer in self._run(_train_piece, jobs):
@@ -214,7 +214,7 @@ def _read_replies(path: str) -> dict[str, Reply]:
     Path(path).unlink()
     rows = cast(list[tuple[str, float, int, bool]], facts["rows"])
     return {
-        name: Reply(trees[f"up {name}"], trees[f"mine {name}"], float(loss), steps, finite)
+        name: Reply(trees[f"up {name}"], trees[f"local {name}"], float(loss), steps, finite)
         for name, loss, steps, finite in rows
     }
 
@@ -251,11 +251,11 @@ def _train_piece(
     trees = load(Path(letter))[0]
     Path(letter).unlink()
     downs = {name: _joined(trees[f"down {name}"], common) for name in piece}
-    mines = {name: trees[f"mine {name}"] for name in piece}
-    replies = Sequential(compute).train(_thing(shipped), downs, mines, _task(where), plan)
+    locals = {name: trees[f"local {name}"] for name in piece}
+    replies = Sequential(compute).train(_thing(shipped), downs, locals, _task(where), plan)
     rows = [[name, repr(reply.loss), reply.steps, reply.finite] for name, reply in replies.items()]
     ups = {f"up {name}": reply.up for name, reply in replies.items()}
-    write(Path(answer), {**ups, **{f"mine {name}": reply.mine for name, reply in replies.items()}}, {"rows": rows})
+    write(Path(answer), {**ups, **{f"local {name}": reply.local for name, reply in replies.items()}}, {"rows": rows})
     return answer
 
 

@@ -15,28 +15,32 @@ from torch import Tensor
 from fedshift.core import rng
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
-from fedshift.core.method import Facts, Method, Phase
-from fedshift.core.schedule import Plan, batch_sizes, batches, draw, fitting, seeds_for
+from fedshift.core.batching import batch_sizes
+from fedshift.core.context import ClientInfo, Phase
+from fedshift.core.method import Method
 from fedshift.core.tree import Tensors, Tree, all_finite, pick
 from fedshift.data.streams import Setting
 from fedshift.data.task import Client, Samples, Task
 from fedshift.engines import augment
 from fedshift.engines.base import Compute, Density, Reply, Score
+from fedshift.engines.schedule import Plan, batches, draw, fitting, seeds_for
 
 T = TypeVar("T")
 EVALUATION_CHUNK = 512  # per-sample adapters give the same answers in chunks of any size
 
 
-def facts_of(task: Task, client: Client, number: int, seed: int) -> Facts:
-    """What a client knows about itself when it starts."""
-    return Facts(client.name, number, len(client.train), task.histogram(client), seed)
+def info_of(task: Task, client: Client, seed: int, unseen: bool = False) -> ClientInfo:
+    """What a client knows about itself when it starts; ``seed`` is the run's."""
+    own = rng.seed_of(seed, "birth", client.name)
+    public = {} if task.public is None else {"public": task.ids[task.public]}
+    return ClientInfo(client.name, len(client.train), task.histogram(client), own, unseen=unseen, **public)
 
 
-def moment(method: Method, task: Task, client: Client, plan: Plan, steps: int, compute: Compute) -> Tensors:
+def now_of(method: Method, task: Task, client: Client, plan: Plan, steps: int, compute: Compute) -> Tensors:
     """The slot ``now``: where in the run a client is, as tensors."""
-    decay = plan.now.decay(method.train)
+    decay = plan.ctx.decay(method.train)
     floats = {"lr": method.train.lr * decay, "decay": decay, "steps": steps, "samples": len(client.train)}
-    whole = {"round": plan.now.round, "rounds": plan.now.rounds, "clients": plan.now.clients}
+    whole = {"round": plan.ctx.round, "rounds": plan.ctx.rounds, "clients": plan.ctx.clients}
     tensors = {name: torch.tensor(value, dtype=compute.dtype) for name, value in {**floats, **whole}.items()}
     histogram = task.histogram(client).to(compute.dtype)
     return {name: leaf.to(compute.device) for name, leaf in {**tensors, "histogram": histogram}.items()}
@@ -88,10 +92,10 @@ def as_floats(images: Tensor, dtype: torch.dtype) -> Tensor:
     return images.to(dtype) / 255
 
 
-def begin(method: Method, state: Tree, phase: Phase, now: Tensors) -> Tree:
+def start_phase(method: Method, state: Tree, phase: Phase, now: Tensors) -> Tree:
     """A phase starts with fresh optimiser memory; running totals go on."""
     memory: Tensors = {}
-    if phase.trainable != frozenset():
+    if phase.kind != "fold":
         for names, rule in method.groups(phase):
             memory |= rule.memory(pick(state[phase.slot], names))
     zero = torch.zeros_like(now["lr"])
@@ -104,9 +108,9 @@ def schedule_of(method: Method, phase: Phase, count: int, plan: Plan, client: st
     return batches(count, phase, method.train, plan.seed_for(client, phase.data), no_singles=alone)
 
 
-def work(method: Method, down: Tree, mine: Tree, client: Client, task: Task, plan: Plan, compute: Compute) -> Reply:
+def work(method: Method, down: Tree, local: Tree, client: Client, task: Task, plan: Plan, compute: Compute) -> Reply:
     """A client's round: initialise, go through the phases, hand over what goes up and what stays."""
-    state = method.client_init(down, mine)
+    state = method.begin(down, local)
     data = [task.samples(client, phase.data) for phase in plan.phases]
     plans = [
         schedule_of(method, phase, len(part), plan, client.name) for phase, part in zip(plan.phases, data, strict=True)
@@ -114,8 +118,8 @@ def work(method: Method, down: Tree, mine: Tree, client: Client, task: Task, pla
     features: dict[tuple[str, str], Tensor] = {}
     with seeded(method, plan.seed_for(client.name, "layers")):
         for phase, part, (order, sizes) in zip(plan.phases, data, plans, strict=True):
-            now = moment(method, task, client, plan, len(sizes), compute)
-            state = begin(method, state, phase, now)
+            now = now_of(method, task, client, plan, len(sizes), compute)
+            state = start_phase(method, state, phase, now)
             features = still_valid(features, phase)
             if phase.inputs == "features" and (phase.slot, phase.data) not in features:
                 features = {**features, (phase.slot, phase.data): features_of(method, state, phase, part, compute)}
@@ -123,26 +127,28 @@ def work(method: Method, down: Tree, mine: Tree, client: Client, task: Task, pla
             steps = order.split(sizes)
             for size, batch in _batches(method, phase, part, steps, plan, client.name, compute, cached):
                 state = augment.step(method, state, batch, fitting(phase, method.arch, size))
-    return finish(method, state, down, mine, plan)
+    return conclude(method, state, down, local, plan)
 
 
-def finish(method: Method, state: Tree, down: Tree, mine: Tree, plan: Plan) -> Reply:
+def conclude(method: Method, state: Tree, down: Tree, local: Tree, plan: Plan) -> Reply:
     """Split the final state into what goes up and what stays, and look whether it is sound."""
-    up, kept = hand_over(method, state, down, mine, plan)
+    up, kept = hand_over(method, state, down, local, plan)
     log = state.get("log", {})
     steps = int(log["steps"]) if log else 0
     loss = float(log["loss"]) / steps if steps else 0.0
     return Reply(up, kept, loss, steps, math.isfinite(loss) and all_finite(up) and all_finite(kept))
 
 
-def hand_over(method: Method, state: Tree, down: Tree, mine: Tree, plan: Plan) -> tuple[Tree, Tree]:
-    """What goes up and what stays; after the final phases everything stays."""
-    return ({}, method.settle(state, down, mine)) if plan.final else method.client_final(state, down, mine)
+def hand_over(method: Method, state: Tree, down: Tree, local: Tree, plan: Plan) -> tuple[Tree, Tree]:
+    """What goes up and what stays; after the last phases only gifts go up."""
+    if plan.ctx.ending:
+        return method.settle(state, down, local, plan.ctx)
+    return method.finish(state, down, local)
 
 
 def still_valid(features: Mapping[tuple[str, str], T], phase: Phase) -> dict[tuple[str, str], T]:
     """Cached features by (slot, data) when this phase begins: one that trains on images may move any encoder."""
-    moves = phase.inputs == "x" and phase.trainable != frozenset()
+    moves = phase.inputs == "x" and phase.kind != "fold"
     return {} if moves else dict(features)
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from fedshift.core.adapter import Adapter
 from fedshift.core.method import Method
-from fedshift.core.schedule import Plan
 from fedshift.core.tree import Tree
 from fedshift.data.task import Task
 from fedshift.engines.base import Compute, Reply, Score
 from fedshift.engines.reference import Placement, evaluate, work
+from fedshift.engines.schedule import Plan
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Sequential:
         return self.placement(task)
 
     def train(
-        self, method: Method, downs: Mapping[str, Tree], mines: Mapping[str, Tree], task: Task, plan: Plan
+        self, method: Method, downs: Mapping[str, Tree], locals: Mapping[str, Tree], task: Task, plan: Plan
     ) -> dict[str, Reply]:
         """The local work of every client in ``downs``."""
         task = self._placed(task)
         return {
-            name: work(method, down, mines.get(name, {}), task.client(name), task, plan, self.compute)
+            name: work(method, down, locals.get(name, {}), task.client(name), task, plan, self.compute)
             for name, down in downs.items()
         }
 

@@ -1,4 +1,4 @@
-"""What a trained federation has learnt, and what it took: ``fedshift inspect RUN`` and ``fedshift overhead RUN``."""
+"""What a trained session has learnt, and what it took: ``fedshift inspect RUN`` and ``fedshift overhead RUN``."""
 
 from fedshift.inspect.overhead import overhead
 from fedshift.inspect.report import inspect

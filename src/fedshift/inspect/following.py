@@ -16,7 +16,7 @@ from fedshift.experiment.schema import AdapterSpec
 from fedshift.runs.evaluate import adapters_of
 from fedshift.runs.open import state_of
 from fedshift.runs.plan import Job
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.systems.fedtta.adapter import LearnedAdaptation, curve
 
 
@@ -49,7 +49,7 @@ def learned(scores: Mapping[str, Sequence[Mapping[str, Any]]]) -> AdapterSpec | 
 
 
 def follow(
-    job: Job, federation: Federation, clients: Sequence[Client], stream: str, select: str, steps: int, compute: Compute
+    job: Job, session: Session, clients: Sequence[Client], stream: str, select: str, steps: int, compute: Compute
 ) -> Curve | None:
     """So many steps of these clients with the run's own adapter, from the state that it is scored with.
 
@@ -59,11 +59,11 @@ def follow(
     if spec is None:
         return None
     state = state_of(job.folder, select, compute.device, spec.title)
-    settled = federation.settled(state)
-    trees = {**federation.deployed(state, settled), **federation.newcomers(state, settled)}
-    adapters = job.setup.adapters(spec, federation.now(state))
+    deployment = session.deploy(state)
+    trees = {**deployment.trained(), **session.unseen(deployment)}
+    adapters = job.setup.adapters(spec, session.context(state.round))
     curves = []
-    for arch, members in federation.by_arch(clients).items():
+    for arch, members in session.by_arch(clients).items():
         adapter = adapters[arch]
         assert isinstance(adapter, LearnedAdaptation)
         for client in members:

@@ -12,20 +12,18 @@ from torch import Tensor
 
 from fedshift.core.adapter import Adapter
 from fedshift.core.tree import Tree
-from fedshift.data.streams import Setting
-from fedshift.data.task import Client, Samples, Task
+from fedshift.data.task import Client, Task
 from fedshift.engines.base import Compute, Engine
-from fedshift.engines.reference import predictions
 from fedshift.errors import UserError
 from fedshift.inspect.following import Curve, follow
 from fedshift.inspect.pad import Distances, distances
 from fedshift.inspect.risk import average_risk, confusion, local_risk
 from fedshift.results.plots.tsne import places
-from fedshift.runs.features import stream_of
+from fedshift.runs.features import outputs, stream_of
 from fedshift.runs.open import state_of
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Silent
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.store.features import Features, Wanted, positions_of
 from fedshift.store.state import State
 
@@ -34,7 +32,7 @@ MODELS = ("deployed", "global")
 MOST_CLIENTS = 40  # whose pairs are compared, spread evenly over all
 MOST_POINTS = 2000  # that t-SNE places
 COARSE = 10  # images of a client, below which its PAD has a few values only
-ANYONE = "a client nobody has seen"
+ANYONE = "an unseen client"
 
 
 @dataclass(frozen=True)
@@ -143,10 +141,10 @@ def look(
 ) -> Look:
     """Look at one run; nothing is written. ``doing`` is told what takes a moment."""
     heard = Heard()
-    federation = job.federation(engine, compute, heard)
+    session = job.session(engine, compute, heard)
     state = state_of(job.folder, wish.select, compute.device)
     doing(f"{job.title}: models of round {state.round}")
-    model, trees = _served(job, federation, state, wish.model)
+    model, trees = _served(job, session, state, wish.model)
     if wish.model != "deployed" and model == "personal":
         heard.note(f"{job.setup.spec.title} has no global model; these are its clients' own")
     wanted = Wanted(wish.samples, stream_of(job.task), job.seed, job.task.hash)
@@ -155,7 +153,7 @@ def look(
         raise UserError(f"no client of {job.folder.path} has images in stream {wanted.stream!r}")
     # means are of clients that trained; where only strangers are tested they are of strangers
     counted = {client.name for client in clients if client in job.task.clients} or {client.name for client in clients}
-    plain = {c.name: job.setup.plain[arch] for arch, members in federation.by_arch(clients).items() for c in members}
+    plain = {c.name: job.setup.plain[arch] for arch, members in session.by_arch(clients).items() for c in members}
     kept = {client.name for client in evenly(clients, MOST_CLIENTS)}
     doing(f"{job.title}: features")
     every = [_part(job.task, client, plain[client.name], trees[client.name], wanted, compute) for client in clients]
@@ -167,7 +165,7 @@ def look(
         doing(f"{job.title}: {wish.steps} steps of adaptation")
         strangers = [client for client in clients if client in job.task.unseen]
         followed = evenly(strangers or clients, MOST_CLIENTS)
-        curve = follow(job, federation, followed, wanted.stream, wish.select, wish.steps, compute)
+        curve = follow(job, session, followed, wanted.stream, wish.select, wish.steps, compute)
         if curve is None:
             heard.note("no steps are followed: none of its adapters works with a learnt loss")
     doing(f"{job.title}: distances between {len(parts)} clients")
@@ -192,24 +190,23 @@ def look(
     )
 
 
-def _served(job: Job, federation: Federation, state: State, model: str) -> tuple[str, dict[str, Tree]]:
+def _served(job: Job, session: Session, state: State, model: str) -> tuple[str, dict[str, Tree]]:
     """What every client, seen or not, predicts with, and whether that is a global model."""
     if model == "global" and job.model == "personal":
-        shared = _shared(job, federation, state)
+        shared = _shared(job, session, state)
         if shared is not None:
             return "global", {client.name: shared for client in (*job.task.clients, *job.task.unseen)}
-    settled = federation.settled(state)
-    return job.model, {**federation.deployed(state, settled), **federation.newcomers(state, settled)}
+    deployment = session.deploy(state)
+    return job.model, {**deployment.trained(), **session.unseen(deployment)}
 
 
-def _shared(job: Job, federation: Federation, state: State) -> Tree | None:
+def _shared(job: Job, session: Session, state: State) -> Tree | None:
     """The global model of a method whose clients have their own: what it would give to a client nobody has seen."""
     if len(job.setup.methods) > 1:
         return None
     nothing = torch.zeros(0, dtype=torch.int64)
     task = replace(job.task, unseen=(Client(ANYONE, nothing, nothing, nothing),))
-    own = (federation.engine, federation.compute, federation.seed, federation.rounds, federation.participation)
-    return Federation(federation.setup, task, *own).newcomers(state).get(ANYONE)
+    return session.deploy(state).admit(task, session.engine, session.compute)[0].get(ANYONE)
 
 
 def _part(task: Task, client: Client, adapter: Adapter, deployed: Tree, wanted: Wanted, compute: Compute) -> Part:
@@ -227,14 +224,6 @@ def _part(task: Task, client: Client, adapter: Adapter, deployed: Tree, wanted: 
         answers[positions],
         positions,
     )
-
-
-def outputs(adapter: Adapter, deployed: Tree, samples: Samples, compute: Compute) -> tuple[Tensor, Tensor, Tensor]:
-    """Features, logits and labels of all these images (at least one), without adaptation."""
-    shown = list(predictions(adapter, deployed, samples, Setting("stored"), 0, compute))
-    features = torch.cat([output.features.flatten(1) for output, _, _ in shown]).float().cpu()
-    logits = torch.cat([output.logits for output, _, _ in shown]).cpu()
-    return features, logits, torch.cat([labels for _, labels, _ in shown]).cpu()
 
 
 def incomparable(parts: Sequence[Part]) -> str:

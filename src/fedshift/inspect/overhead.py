@@ -13,12 +13,11 @@ from typing import Any
 from rich.table import Table
 
 from fedshift.errors import UserError
-from fedshift.results.collect import find_runs
+from fedshift.results.collect import names_of
 from fedshift.results.cost_table import MIB, short
-from fedshift.runs.open import names_of
 from fedshift.store.costs import Costs, measured
 from fedshift.store.features import PREFERRED
-from fedshift.store.folder import RunFolder
+from fedshift.store.folder import RunFolder, find_runs
 from fedshift.store.rows import mean_and_std, metric_parts
 
 WINDOW = 3  # evaluations in a moving average

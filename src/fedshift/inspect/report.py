@@ -25,11 +25,11 @@ from fedshift.errors import UserError
 from fedshift.inspect.looking import Look, Wish
 from fedshift.inspect.looking import look as look_at
 from fedshift.inspect.pictures import confusion_picture, curve_picture, pad_picture, risk_picture, tsne_picture
-from fedshift.results.collect import collect, find_runs
+from fedshift.results.collect import collect, names_of
 from fedshift.results.plots.pictures import density_picture
-from fedshift.runs.open import SELECTIONS, names_of, rebuilt
+from fedshift.runs.open import SELECTIONS, open_run
 from fedshift.runs.setup import PRECISIONS, Network
-from fedshift.store.folder import RunFolder
+from fedshift.store.folder import RunFolder, find_runs
 from fedshift.store.rows import mean_and_std, metric_parts
 
 PAGE, NUMBERS = "inspect.html", "inspect.json"
@@ -126,7 +126,7 @@ def looks_at(
     where = device_for(device)
     for path, name in names_of(folders).items():
         doing(f"making {name} again")
-        job = rebuilt(path, task, network, data)
+        job = open_run(path, network).job(task, data)
         task = job.task
         compute = Compute(where, PRECISIONS[job.experiment.precision])
         convolutions = any(method.arch.has_convolution for method in job.setup.methods.values())

@@ -1,4 +1,4 @@
-"""A client nobody has seen joins a trained run: a model of its own, and predictions, from unlabelled images."""
+"""An unseen client joins a trained run: a model of its own, and predictions, from unlabelled images."""
 
 from __future__ import annotations
 

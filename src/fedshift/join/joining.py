@@ -1,9 +1,10 @@
-"""A client nobody has seen joins a trained run, with unlabelled images and nothing else."""
+"""An unseen client joins a trained run, with unlabelled images and nothing else."""
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Sequence
+import csv
+import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,28 +12,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fedshift
 from fedshift.core import rng
 from fedshift.core.adapter import Adapter
-from fedshift.core.method import Method
 from fedshift.core.registry import ADAPTERS
-from fedshift.core.tree import Tree, to
+from fedshift.core.tree import Tree
 from fedshift.data._folders import SUFFIXES
 from fedshift.data.pool import Pool
 from fedshift.data.task import Client, Task
 from fedshift.engines.auto import device_for
 from fedshift.engines.base import Compute
-from fedshift.engines.reference import facts_of, placed, predictions
+from fedshift.engines.reference import placed, predictions
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.torch_flags import steady
 from fedshift.errors import UserError
+from fedshift.experiment.schema import AdapterSpec
 from fedshift.join.images import Images, read_images
-from fedshift.join.trained import Choice, Trained, choose_run, read_run
 from fedshift.results.collect import validated_by
-from fedshift.runs.artefact import FORMAT, Prediction, check_free, write
-from fedshift.runs.deployment import Welcome
-from fedshift.runs.session import welcomed
+from fedshift.runs.artefact import check_free, described, difference, write
+from fedshift.runs.deployment import Snapshot
+from fedshift.runs.open import OpenRun, choose_run, open_run
 from fedshift.runs.setup import PRECISIONS, Network
+
+PREDICTIONS = "predictions.csv"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One line of the predictions."""
+
+    file: str
+    label: str
+    confidence: float
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,7 @@ class Joined:
     network: str
     adapter: str
     scored: tuple[str, ...]  # adapters the run was scored with
-    networks: tuple[str, ...]  # that a newcomer may choose from
+    networks: tuple[str, ...]  # that an unseen client may choose from
     predictions: tuple[Prediction, ...]
     right: tuple[bool, ...] | None  # where labels are known
     files: tuple[Path, ...]
@@ -77,54 +87,81 @@ def join(
     network: Network | None = None,
     device: str = "auto",
 ) -> Joined:
-    """Give a client nobody has seen a model, let an adapter run along its images, and write model and predictions.
+    """Give an unseen client a model, let an adapter run along its images, and write artefact and predictions.
 
     ``run`` is a run folder or one above it (``method`` and ``seed`` choose among several), ``data`` a folder of pictures,
     one picture, or Parquet; labels, if there are any, are only compared with. ``adapter`` is a label of the run's own
     adapters or any adapter's name. ``model`` chooses among the networks of a mixed run; ``network`` is the user's own, if
     the run was trained with one. Nothing is written if anything is wrong, and nothing is ever written over.
     """
-    trained = read_run(choose_run(Path(run), method, seed), network)
-    chosen = trained.choice(model, adapter)
-    trained = replace(trained, welcome=Welcome.load(trained.folder.path, chosen.adapter.title))
-    adapting = trained.adapter(chosen)
-    source, title = Path(data), trained.spec.title
+    opened = open_run(choose_run(Path(run), method, seed), network)
+    setup, experiment, title = opened.setup, opened.experiment, opened.spec.title
+    name = choose_network(opened, model)
+    chosen = choose_adapter(opened.scored, adapter)
+    snapshot = opened.snapshot(chosen.title)
+    adapting = setup.adapter(chosen, setup.methods[name], snapshot.ctx)
+    source = Path(data)
     client = name_of(source)
-    folder = Path(out) if out is not None else trained.folder.path / "joined" / f"{client}-{chosen.adapter.title}"
+    folder = Path(out) if out is not None else opened.folder.path / "joined" / f"{client}-{chosen.title}"
     check_free(folder)
-    welcome, experiment = trained.welcome, trained.experiment
-    images = read_images(source, welcome.shape, welcome.classes, experiment.data.columns)
+    images = read_images(source, snapshot.shape, snapshot.classes, experiment.data.columns)
     compute = Compute(device_for(device), PRECISIONS[experiment.precision])
-    task = newcomer_task(client, images, welcome)
-    arch = chosen.method.arch
+    task = unseen_task(client, images, snapshot)
     with steady(experiment.precision == "fast"):
-        tree, notes = served(chosen.method, welcome, task, compute)
-        if not {*arch.parameters, *arch.buffers} <= set(tree.get("model", {})):
-            raise UserError(
-                f"{title!r} has nothing to give to a client nobody has seen: its clients share no whole model"
-            )
-        logits, state = predicted(adapting, tree, task, welcome.seed, compute)
+        deployment = snapshot.deployment(setup).serving(name)
+        trees, failed = deployment.admit(task, Sequential(compute), compute)
+        if client not in trees:
+            raise UserError(f"{title!r} has nothing to give to an unseen client: its clients share no whole model")
+        logits, state = predicted(adapting, trees[client], task, snapshot.seed, compute)
     if not logits.isfinite().all():
-        raise UserError(f"{title!r} with adapter {chosen.adapter.title!r} gives no finite numbers on {source}")
+        raise UserError(f"{title!r} with adapter {chosen.title!r} gives no finite numbers on {source}")
     chances, codes = logits.double().softmax(1).max(1)
+    trouble = "the client serves without its own training steps: their loss or update is not finite"
     joined = Joined(
         client=client,
-        run=trained.folder.path,
+        run=opened.folder.path,
         method=title,
-        seed=welcome.seed,
-        round=welcome.now.round,
-        validated=validated_by(trained.folder.lines()),
-        network=chosen.network,
-        adapter=chosen.adapter.title,
-        networks=tuple(trained.setup.methods),
-        scored=tuple(trained.scored),
-        predictions=tuple(map(Prediction, images.names, _named(codes, welcome.classes), chances.tolist())),
+        seed=snapshot.seed,
+        round=snapshot.ctx.round,
+        validated=validated_by(opened.folder.lines()),
+        network=name,
+        adapter=chosen.title,
+        networks=tuple(setup.methods),
+        scored=tuple(opened.scored),
+        predictions=tuple(map(Prediction, images.names, _named(codes, snapshot.classes), chances.tolist())),
         right=None if images.truth is None else tuple((codes == images.truth).tolist()),
         files=(),
-        notes=(*images.notes(), *notes),
+        notes=(*images.notes(), *([trouble] if failed else [])),
     )
-    config = described(joined, trained, chosen, adapting, source, images)
-    return replace(joined, files=tuple(write(folder, arch, state, config, joined.predictions)))
+    origin = {
+        "run": str(joined.run.resolve()),
+        "seed": joined.seed,
+        "round": joined.round,
+        "selection": "best-val" if joined.validated else "last",
+        "task-hash": snapshot.task_hash,
+        "data": str(source.resolve()),
+    }
+    whole = described(client, setup, experiment, name, snapshot.ctx, snapshot.classes, [chosen], origin)
+    config = {**whole, "using": chosen.title, **_counted(joined, images)}
+    parts = {chosen.title: difference(state, trees[client])}
+    beside = {PREDICTIONS: _csv(joined.predictions)}
+    files = write(folder, setup.methods[name].arch, trees[client], config, parts, beside)
+    return replace(joined, files=tuple(files))
+
+
+def _counted(joined: Joined, images: Images) -> dict[str, Any]:
+    """What was seen of the client's images."""
+    accuracy = {} if joined.accuracy is None else {"accuracy": joined.accuracy}
+    changed = {"resized": images.resized, "converted": images.converted}
+    return {"images": len(images.names), **changed, "mean-confidence": joined.confidence, **accuracy}
+
+
+def _csv(items: Sequence[Prediction]) -> bytes:
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(("file", "label", "confidence"))
+    lines.writerows((item.file, item.label, f"{item.confidence:.6f}") for item in items)
+    return text.getvalue().encode()
 
 
 def _named(codes: Tensor, classes: Sequence[str]) -> list[str]:
@@ -133,7 +170,7 @@ def _named(codes: Tensor, classes: Sequence[str]) -> list[str]:
 
 
 def name_of(source: Path) -> str:
-    """What a newcomer is called: like its folder or file.
+    """What an unseen client is called: like its folder or file.
 
     >>> name_of(Path("data/clinic-7.parquet")), name_of(Path("data/clinic.7/"))
     ('clinic-7', 'clinic.7')
@@ -142,35 +179,19 @@ def name_of(source: Path) -> str:
     return (whole.stem if whole.suffix.lower() in {".parquet", *SUFFIXES} else whole.name) or "data"
 
 
-def newcomer_task(client: str, images: Images, welcome: Welcome) -> Task:
+def unseen_task(client: str, images: Images, snapshot: Snapshot) -> Task:
     """A task with one client, who does not train; nobody is told its labels, not even by the order of its images."""
     count, nothing = len(images.pixels), torch.zeros(0, dtype=torch.int64)
-    ids = Pool(images.pixels, torch.zeros(count, dtype=torch.int64), welcome.classes).content()
+    ids = Pool(images.pixels, torch.zeros(count, dtype=torch.int64), snapshot.classes).content()
     index = torch.arange(count) if images.truth is None else ids.argsort(stable=True)  # ids are digests of pixels
     pixels, public = images.pixels, None
-    if welcome.public:
-        pixels = torch.cat([pixels, welcome.public["images"]])
-        ids = torch.cat([ids, welcome.public["ids"]])
+    if snapshot.public:
+        pixels = torch.cat([pixels, snapshot.public["images"]])
+        ids = torch.cat([ids, snapshot.public["ids"]])
         public = torch.arange(count, len(pixels))
-    newcomer = Client(client, nothing, nothing, index)
     labels = torch.zeros(len(pixels), dtype=torch.int64)
-    return Task(pixels, labels, ids, welcome.classes, (), (newcomer,), public=public)
-
-
-def served(method: Method, welcome: Welcome, task: Task, compute: Compute) -> tuple[Tree, list[str]]:
-    """The newcomer's model before it adapts, as a run makes it for its unseen clients; and what went wrong."""
-    (client,) = task.unseen
-    now, seed = welcome.now, welcome.seed
-    down = method.broadcast(to(welcome.server, compute.device), None, now)
-    start = to({"model": method.arch.init(rng.seed_of(seed, "init"))}, compute.device, compute.dtype)["model"]
-    facts = facts_of(task, client, -1, rng.seed_of(seed, "birth", client.name))
-    if task.public is not None:
-        facts = replace(facts, public=task.ids[task.public])
-    mines = {client.name: to(method.birth(start, facts, now), compute.device)}
-    trees, replies = welcomed(method, down, mines, task, Sequential(compute), now, seed)
-    failed = any(not reply.finite for reply in replies.values())
-    note = "the newcomer serves without its own training steps: their loss or update is not finite"
-    return trees[client.name], [note] if failed else []
+    unseen = (Client(client, nothing, nothing, index),)
+    return Task(pixels, labels, ids, snapshot.classes, (), unseen, public=public)
 
 
 def predicted(adapter: Adapter, tree: Tree, task: Task, seed: int, compute: Compute) -> tuple[Tensor, Tree]:
@@ -186,48 +207,46 @@ def predicted(adapter: Adapter, tree: Tree, task: Task, seed: int, compute: Comp
     return torch.cat(logits)[client.test.argsort()], state
 
 
-def described(
-    joined: Joined, trained: Trained, chosen: Choice, adapting: Adapter, source: Path, images: Images
-) -> dict[str, Any]:
-    """Everything one needs to use the model, or to find out where it came from."""
-    spec, experiment, welcome = trained.spec, trained.experiment, trained.welcome
-    model, adapter, arch = chosen.model, chosen.adapter, chosen.method.arch
-    channels, height, width = welcome.shape
-    settings = {**ADAPTERS[adapter.name].options, **adapter.options()}  # as they are at the round that serves
-    options = {key: value for key, value in {**model.options(), **spec.model}.items() if key != "weights"}
-    accuracy = {} if joined.accuracy is None else {"accuracy": joined.accuracy}
-    return {
-        "format": FORMAT,
-        "client": joined.client,
-        "images": len(images.names),
-        "resized": images.resized,
-        "converted": images.converted,
-        "mean-confidence": joined.confidence,
-        **accuracy,
-        "classes": list(welcome.classes),
-        "input": {
-            "channels": channels,
-            "height": height,
-            "width": width,
-            "scale": "bytes / 255, then (x - mean) / std",
-            "mean": list(arch.mean),
-            "std": list(arch.std),
-        },
-        "network": {"name": model.name, **options},
-        "method": {"name": spec.name, **({"label": spec.label} if spec.label else {}), **spec.options()},
-        "train": {**experiment.train, **spec.train},
-        "adapter": {"name": adapter.name, **{key: getattr(adapting, key.replace("-", "_")) for key in settings}},
-        "origin": {
-            "run": str(joined.run.resolve()),
-            "seed": joined.seed,
-            "round": joined.round,
-            "selection": "best-val" if joined.validated else "last",
-            "task-hash": welcome.task_hash,
-            "data": str(source.resolve()),
-        },
-        "versions": {
-            "fedshift": fedshift.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-    }
+def choose_network(opened: OpenRun, name: str | None) -> str:
+    """One of the run's networks, by default the first one."""
+    names = list(opened.setup.methods)
+    if name is not None and name not in names:
+        raise UserError(f"{opened.folder.path} has no network {name!r}; it has: {', '.join(names)}")
+    return names[0] if name is None else name
+
+
+def choose_adapter(scored: Mapping[str, AdapterSpec], name: str | None) -> AdapterSpec:
+    """A run's adapter by label or name, with its options; any other registered one with its defaults.
+
+    Nothing asked for is the run's adapter that works with more than the model (FedTTA's with its learnt loss), if there is
+    one such: the method was trained for it. Otherwise it is no adaptation, unless one other adapter alone was scored.
+
+    >>> scored = {"tent lr=0.01": AdapterSpec(name="tent", label="tent lr=0.01", lr=0.01)}
+    >>> choose_adapter(scored, "tent").options()
+    {'lr': 0.01}
+    >>> choose_adapter(scored, None).title, choose_adapter({**scored, "none": AdapterSpec(name="none")}, None).title
+    ('tent lr=0.01', 'none')
+    >>> choose_adapter(scored, "t3a").options()
+    {}
+    """
+    if name is None:
+        special = [spec for spec in scored.values() if not ADAPTERS[spec.name].make.requires <= {"model"}]
+        if len({spec.name for spec in special}) == 1:
+            return min(special, key=lambda spec: len(spec.options()))  # the plainest
+        if "none" in scored or not scored:
+            return AdapterSpec(name="none")
+        if len(scored) == 1:
+            return next(iter(scored.values()))
+        raise UserError(
+            f"choose an adapter with --adapter: none, or {', '.join(scored)}, which the run was scored with"
+        )
+    if name in scored:
+        return scored[name]
+    same = {title: spec for title, spec in scored.items() if spec.name == name}
+    if len(same) > 1:
+        raise UserError(
+            f"the run was scored with several {name!r}; choose one by its label: {', '.join(map(repr, same))}"
+        )
+    if same:
+        return next(iter(same.values()))
+    return AdapterSpec(name=ADAPTERS[name].name)

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.core.checks import not_negative
-from fedshift.core.method import Batch, Method, Now, Phase
+from fedshift.core.context import Context, Phase, ServerContext
+from fedshift.core.method import Batch, Method
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, weighted_mean
 
@@ -40,14 +41,14 @@ class AFL(Method):
         not_negative(gamma_lambda=self.gamma_lambda)
 
     # ---- the client ----------------------------------------------------------------------------------------------------
-    def phases(self, now: Now) -> tuple[Phase, ...]:
+    def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """Look at the received model, then train it."""
-        return (Phase(name="risk", trainable=frozenset(), batch_stats=False), Phase())
+        return (Phase(name="risk", kind="fold", batch_stats=False), Phase())
 
-    def client_init(self, down: Tree, mine: Tree) -> Tree:
+    def begin(self, down: Tree, local: Tree) -> Tree:
         """Nothing has been looked at."""
         return {
-            **super().client_init(down, mine),
+            **super().begin(down, local),
             "risk": {"loss": down["model"][self.arch.parameters[0]].new_zeros(())},
         }
 
@@ -56,26 +57,26 @@ class AFL(Method):
         loss = F.cross_entropy(self.arch(state["model"], batch["x"]).logits, batch["y"], reduction="sum")
         return {**state, "risk": {"loss": state["risk"]["loss"] + loss / state["now"]["samples"]}}
 
-    def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
+    def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:
         """The model and one number."""
-        up, kept = super().client_final(state, down, mine)
+        up, kept = super().finish(state, down, local)
         return {**up, "risk": state["risk"]}, kept
 
     # ---- the server ----------------------------------------------------------------------------------------------------
-    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+    def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """Uniform lambda, and a mean over no rounds."""
-        server = super().server_init(models, clients)
+        server = super().init_server(models, clients, public)
         share = torch.full((), 1 / len(clients), dtype=torch.float64)
         seen = {"average": server["model"], "averaged": {"rounds": torch.zeros((), dtype=torch.int64)}}
         return {**server, "share": dict.fromkeys(clients, share), **(seen if self.average else {})}
 
-    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
+    def broadcast(self, server: Tree, client: str, ctx: Context) -> Tree:
         """The current model to train, the mean to serve with."""
-        if self.average and (now.final or client is None):
+        if self.average and (ctx.ending):
             return {"model": server["average"]}
-        return super().broadcast(server, client, now)
+        return super().broadcast(server, client, ctx)
 
-    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
         """Descent by the old lambda, ascent by the losses of the old model, and the mean goes on."""
         share = torch.stack(list(server["share"].values()))
         present = torch.stack([server["share"][name] for name in ups])
@@ -89,13 +90,13 @@ class AFL(Method):
         moved = projected(share + self.gamma_lambda * risks)
         after = {**server, "model": model, "share": dict(zip(server["share"], moved.unbind(), strict=True))}
         if not self.average:
-            return after
+            return after, {}
         rounds = server["averaged"]["rounds"] + 1
         mean, part = dict(model), 1 / rounds.double()
         for name, leaf in model.items():
             if leaf.is_floating_point():
                 mean[name] = torch.lerp(server["average"][name], leaf, part.to(leaf))  # exact where part is one
-        return {**after, "average": mean, "averaged": {"rounds": rounds}}
+        return {**after, "average": mean, "averaged": {"rounds": rounds}}, {}
 
 
 def projected(point: Tensor) -> Tensor:

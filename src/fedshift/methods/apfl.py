@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fedshift.core.checks import in_unit_interval
+from fedshift.core.context import ClientInfo, Context, Phase
 from fedshift.core.grad import gradient
-from fedshift.core.method import Batch, Facts, Method, Now, Phase
+from fedshift.core.method import Batch, Method
 from fedshift.core.optim import clip_by_norm
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick
@@ -37,22 +38,22 @@ class APFL(Method):
 
     personal: ClassVar[bool] = True
     linear: ClassVar[bool] = True
-    deploys: ClassVar[frozenset[str]] = frozenset({"model", "global"})
+    provides: ClassVar[frozenset[str]] = frozenset({"model", "global"})
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
         in_unit_interval(alpha=self.alpha)
 
-    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+    def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """The personal model starts where everybody starts; a stranger has none."""
-        if facts.number < 0:
+        if info.unseen:
             return {}
         return {"personal": model, "mix": {"alpha": model[self.arch.parameters[0]].new_tensor(self.alpha)}}
 
-    def client_init(self, down: Tree, mine: Tree) -> Tree:
+    def begin(self, down: Tree, local: Tree) -> Tree:
         """Both models, and an optimiser's memory for each: the engine makes that of ``w``, this is the one of ``v``."""
-        memory = self.train.optim().memory(pick(mine["personal"], self.arch.trainable))
-        return {**super().client_init(down, mine), **mine, "memory": memory}
+        memory = self.train.optim().memory(pick(local["personal"], self.arch.trainable))
+        return {**super().begin(down, local), **local, "memory": memory}
 
     def client_step(self, state: Tree, batch: Batch, phase: Phase) -> Tree:
         """FedAvg's step for ``w``, then one for ``v`` and alpha at the mixture as it was before."""
@@ -74,9 +75,9 @@ class APFL(Method):
         """``alpha v + (1 - alpha) w`` for every parameter."""
         return {name: alpha * v[name] + (1 - alpha) * leaf for name, leaf in pick(w, self.arch.trainable).items()}
 
-    def deployed(self, down: Tree, mine: Tree) -> Tree:
+    def deployed(self, down: Tree, local: Tree) -> Tree:
         """The mixture with the received model, and the received model."""
-        if not mine:
+        if not local:
             return {"model": down["model"], "global": down["model"]}
-        mixture = self.mixture(down["model"], mine["personal"], mine["mix"]["alpha"])
-        return {"model": {**mine["personal"], **mixture}, "global": down["model"]}
+        mixture = self.mixture(down["model"], local["personal"], local["mix"]["alpha"])
+        return {"model": {**local["personal"], **mixture}, "global": down["model"]}

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from fedshift.core.method import Method, Now, Phase
+from fedshift.core.context import Context, Phase
+from fedshift.core.method import Method
 from fedshift.core.registry import method
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ class Centralised(Method):
         }
         return replace(task, clients=(replace(first, name="everybody", **parts),), unseen=(), streams={})
 
-    def phases(self, now: Now) -> tuple[Phase, ...]:
+    def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """The clients' steps added up."""
         if self.train.local_steps is None:
             return (Phase(),)
-        return (Phase(steps=self.train.local_steps * now.clients),)
+        return (Phase(steps=self.train.local_steps * ctx.clients),)

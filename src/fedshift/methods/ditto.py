@@ -8,7 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedshift.core.checks import not_negative
-from fedshift.core.method import Batch, Facts, Method, Now, Phase
+from fedshift.core.context import ClientInfo, Context, Phase
+from fedshift.core.method import Batch, Method
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, squared_distance
 
@@ -26,23 +27,23 @@ class Ditto(Method):
 
     personal: ClassVar[bool] = True
     linear: ClassVar[bool] = True
-    deploys: ClassVar[frozenset[str]] = frozenset({"model", "global"})
+    provides: ClassVar[frozenset[str]] = frozenset({"model", "global"})
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
         not_negative(lam=self.lam)
 
-    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+    def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """The personal model starts where everybody starts; a stranger has none."""
-        return {"personal": model} if facts.number >= 0 else {}
+        return {"personal": model} if not info.unseen else {}
 
-    def phases(self, now: Now) -> tuple[Phase, ...]:
+    def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """The global model, then the personal one on the same batches."""
         return (Phase(), Phase(slot="personal"))
 
-    def client_init(self, down: Tree, mine: Tree) -> Tree:
+    def begin(self, down: Tree, local: Tree) -> Tree:
         """Both models, and what was received."""
-        return {**super().client_init(down, mine), **mine, "anchor": pick(down["model"], self.arch.trainable)}
+        return {**super().begin(down, local), **local, "anchor": pick(down["model"], self.arch.trainable)}
 
     def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
         """The personal model pays for its distance to the received one."""
@@ -51,6 +52,6 @@ class Ditto(Method):
             return value, buffers
         return value + 0.5 * self.lam * squared_distance(tensors, state["anchor"]), buffers
 
-    def deployed(self, down: Tree, mine: Tree) -> Tree:
+    def deployed(self, down: Tree, local: Tree) -> Tree:
         """The personal model and the received one."""
-        return {"model": mine.get("personal", down["model"]), "global": down["model"]}
+        return {"model": local.get("personal", down["model"]), "global": down["model"]}

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fedshift.blocks.mlp import fresh, perceptron
 from fedshift.core.checks import in_unit_interval, not_negative, positive
-from fedshift.core.method import Batch, Draw, Facts, Method, Now, Phase
+from fedshift.core.context import ClientInfo, Context, Phase, RandomSpec
+from fedshift.core.method import Batch, Method
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, drop
 
@@ -57,26 +58,26 @@ class FedADG(Method):
         not_negative(warm_up=self.warm_up, adversary_lr=self.adversary_lr)
         positive(noise=self.noise, hidden=self.hidden)
 
-    def phases(self, now: Now) -> tuple[Phase, ...]:
+    def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """Cross-entropy alone, or all three."""
-        if now.round < self.warm_up:
+        if ctx.round < self.warm_up:
             return (Phase(name="warm-up"),)
         rule = self.train.optim(self.adversary_lr)
         everything = self.arch.trainable | GENERATOR | DISCRIMINATOR
         return (Phase(trainable=everything, groups=((GENERATOR, rule), (DISCRIMINATOR, rule))),)
 
-    def draws(self, phase: Phase) -> dict[str, Draw]:
+    def draws(self, phase: Phase) -> dict[str, RandomSpec]:
         """What the generator makes features of."""
-        return {} if phase.name == "warm-up" else {"noise": Draw("uniform", (self.noise,))}
+        return {} if phase.name == "warm-up" else {"noise": RandomSpec("uniform", (self.noise,))}
 
     # ---- the client ----------------------------------------------------------------------------------------------------
-    def private(self, now: Now) -> frozenset[str]:
+    def private(self, ctx: Context) -> frozenset[str]:
         """The discriminator."""
         return DISCRIMINATOR
 
-    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+    def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """A discriminator that knows nothing; a stranger needs none."""
-        if facts.number < 0:
+        if info.unseen:
             return {}
         sizes = (self.arch.feature_size + self.arch.classes, self.hidden, 1)
         return {"model": fresh(model[self.arch.parameters[0]], D, sizes)}
@@ -116,12 +117,12 @@ class FedADG(Method):
         return perceptron(tensors, D, torch.cat([features, given], dim=1), SLOPE).sigmoid()
 
     # ---- the server ----------------------------------------------------------------------------------------------------
-    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+    def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """The generator is averaged like everything else."""
-        model = super().server_init(models, clients)["model"]
+        model = super().init_server(models, clients, public)["model"]
         sizes = (self.noise + self.arch.classes, self.hidden, self.arch.feature_size)
         return {"model": {**model, **fresh(model[self.arch.parameters[0]], G, sizes)}}
 
-    def deployed(self, down: Tree, mine: Tree) -> Tree:
+    def deployed(self, down: Tree, local: Tree) -> Tree:
         """The network alone."""
-        return {"model": drop(super().deployed(down, mine)["model"], GENERATOR | DISCRIMINATOR)}
+        return {"model": drop(super().deployed(down, local)["model"], GENERATOR | DISCRIMINATOR)}

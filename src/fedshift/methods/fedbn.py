@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedshift.core.method import Method, Now
+from fedshift.core.context import Context
+from fedshift.core.method import Method
 from fedshift.core.registry import method
 from fedshift.core.tree import Tree
 
@@ -20,17 +21,17 @@ from fedshift.core.tree import Tree
 class FedBN(Method):
     """FedAvg without the normalisation layers, which are private: scale, shift and running statistics.
 
-    They are found by module type, never by name. Newcomers start from the mean of what the clients publish.
+    They are found by module type, never by name. Unseen clients start from the mean of what the clients give away.
     """
 
     personal: ClassVar[bool] = True
-    needs: ClassVar[frozenset[str]] = frozenset({"norm"})
+    requires: ClassVar[frozenset[str]] = frozenset({"norm"})
     linear: ClassVar[bool] = True
 
-    def private(self, now: Now) -> frozenset[str]:
+    def private(self, ctx: Context) -> frozenset[str]:
         """Every entry of every normalisation layer."""
         return self.arch.norm
 
-    def publish(self, mine: Tree) -> Tree:
-        """Their mean is a newcomer's start."""
-        return mine
+    def settle(self, state: Tree | None, down: Tree, local: Tree, ctx: Context) -> tuple[Tree, Tree]:
+        """They are given away: their mean is an unseen client's start."""
+        return local, local

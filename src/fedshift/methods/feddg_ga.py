@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fedshift.core.checks import in_unit_interval
-from fedshift.core.method import Batch, Facts, Method, Now, Phase
+from fedshift.core.context import ClientInfo, Context, Phase, ServerContext
+from fedshift.core.method import Batch, Method
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, weighted_mean
 from fedshift.errors import UserError
@@ -55,22 +57,22 @@ class FedDGGA(Method):
             )
         return task
 
-    def phases(self, now: Now) -> tuple[Phase, ...]:
+    def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """Look at the received model, train it, look at what it has become."""
-        look = Phase(trainable=frozenset(), data="val", batch_stats=False)
+        look = Phase(kind="fold", data="val", batch_stats=False)
         return (replace(look, name="received"), Phase(), replace(look, name="own"))
 
-    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
-        """A client has no model of its own yet; a stranger is never asked for one."""
-        if facts.number < 0:
+    def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
+        """A client has no model of its own yet; an unseen client is never asked for one."""
+        if info.unseen:
             return {}
         metric = model[self.arch.parameters[0]].new_zeros(())
         return {"last": {"metric": metric, "known": torch.zeros_like(metric, dtype=torch.bool)}}
 
-    def client_init(self, down: Tree, mine: Tree) -> Tree:
+    def begin(self, down: Tree, local: Tree) -> Tree:
         """Nothing has been looked at."""
-        zero = torch.zeros_like(mine["last"]["metric"])
-        return {**super().client_init(down, mine), "sum": {"received": zero, "own": zero}, "seen": {"images": zero}}
+        zero = torch.zeros_like(local["last"]["metric"])
+        return {**super().begin(down, local), "sum": {"received": zero, "own": zero}, "seen": {"images": zero}}
 
     def fold(self, state: Tree, batch: Batch, phase: Phase) -> Tree:
         """Add up the metric of the model as it is now."""
@@ -83,25 +85,25 @@ class FedDGGA(Method):
         total = {**state["sum"], phase.name: state["sum"][phase.name] + value}
         return {**state, "sum": total, "seen": {"images": images}}
 
-    def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
+    def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:
         """Both sides of the gap go up; the new model's metric is kept for the next time."""
-        up, _ = super().client_final(state, down, {})
+        up, _ = super().finish(state, down, {})
         images = state["seen"]["images"].clamp(min=1)
         received, own = (state["sum"][name] / images for name in ("received", "own"))
-        before = torch.where(mine["last"]["known"], mine["last"]["metric"], received)
-        known = torch.ones_like(mine["last"]["known"])
+        before = torch.where(local["last"]["known"], local["last"]["metric"], received)
+        known = torch.ones_like(local["last"]["known"])
         return {**up, "metric": {"after": received, "before": before}}, {"last": {"metric": own, "known": known}}
 
-    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+    def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """Everybody counts the same."""
         share = torch.full((), 1 / len(clients), dtype=torch.float64)
-        return {**super().server_init(models, clients), "share": dict.fromkeys(clients, share)}
+        return {**super().init_server(models, clients, public), "share": dict.fromkeys(clients, share)}
 
-    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
         """Move the weights by the gaps, then average by them."""
         gaps = torch.stack([up["metric"]["after"] - up["metric"]["before"] for up in ups.values()]).double()
         largest = gaps.abs().amax()
-        step = self.step_size * (1 - now["round"] / now["rounds"]) / len(server["share"])
+        step = self.step_size * (1 - ctx.round / ctx.rounds) / len(server["share"])
         moves = step * (-gaps if self.metric == "accuracy" else gaps) / torch.where(largest > 0, largest, 1)
         moved = {name: (server["share"][name] + by).clamp(0, 1) for name, by in zip(ups, moves, strict=True)}
         everyone = {**server["share"], **moved}
@@ -110,4 +112,4 @@ class FedDGGA(Method):
         present = torch.stack([share[name] for name in ups])
         weights = torch.where(present.sum() > 0, present, 1)  # only those who count for nothing came
         merged = weighted_mean([up["model"] for up in ups.values()], weights / weights.sum())
-        return {**server, "model": {**server["model"], **merged}, "share": share}
+        return {**server, "model": {**server["model"], **merged}, "share": share}, {}

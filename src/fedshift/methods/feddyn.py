@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from fedshift.core.checks import positive
-from fedshift.core.method import Batch, Facts, Method, Now, Phase
+from fedshift.core.context import ClientInfo, Context, Phase, ServerContext
+from fedshift.core.method import Method
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, subtract, weighted_mean, zeros_like
 
@@ -34,37 +38,38 @@ class FedDyn(Method):
         """Refuse settings that cannot be meant."""
         positive(alpha=self.alpha)
 
-    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+    def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """A client's linear term starts at zero."""
         return {"g": zeros_like(pick(model, self.arch.trainable))}
 
-    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+    def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """So does the server's memory."""
-        server = super().server_init(models, clients)
+        server = super().init_server(models, clients, public)
         return {**server, "h": zeros_like(pick(server["model"], self.arch.trainable))}
 
-    def client_init(self, down: Tree, mine: Tree) -> Tree:
+    def begin(self, down: Tree, local: Tree) -> Tree:
         """The linear term, and what was received."""
         anchor = pick(down["model"], self.arch.trainable)
-        return {**super().client_init(down, mine), "g": mine["g"], "anchor": anchor}
+        return {**super().begin(down, local), "g": local["g"], "anchor": anchor}
 
-    def fix_grad(self, state: Tree, grads: Tensors, phase: Phase) -> Tensors:
+    def transform_grads(self, state: Tree, grads: Tensors, phase: Phase) -> Tensors:
         """Add ``alpha (w - w_t) - g_k``."""
         drift = subtract(state[phase.slot], state["anchor"])
-        return {name: grad + self.alpha * drift[name] - state["g"][name] for name, grad in grads.items()}
+        moved = {name: grad + self.alpha * drift[name] - state["g"][name] for name, grad in grads.items()}
+        return super().transform_grads(state, moved, phase)
 
-    def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
+    def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:
         """The model goes up; the linear term has learnt from where it went."""
-        up, _ = super().client_final(state, down, {})
+        up, _ = super().finish(state, down, {})
         drift = subtract(state["model"], state["anchor"])
-        return up, {"g": {name: leaf - self.alpha * drift[name] for name, leaf in mine["g"].items()}}
+        return up, {"g": {name: leaf - self.alpha * drift[name] for name, leaf in local["g"].items()}}
 
-    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
         """The memory first, then the mean corrected by it."""
-        uniform = now["samples"].new_ones(len(ups)).double() / len(ups)
+        uniform = torch.full((len(ups),), 1 / len(ups), dtype=torch.float64)
         here, models = pick(server["model"], self.arch.trainable), [up["model"] for up in ups.values()]
         drift = weighted_mean([subtract(model, here) for model in models], uniform)
-        part = self.alpha * len(ups) / float(now["clients"])
+        part = self.alpha * len(ups) / ctx.clients
         memory = {name: leaf - part * drift[name] for name, leaf in server["h"].items()}
         moved = {name: leaf + drift[name] - memory[name] / self.alpha for name, leaf in here.items()}
-        return {"model": {**server["model"], **weighted_mean(models, uniform), **moved}, "h": memory}
+        return {"model": {**server["model"], **weighted_mean(models, uniform), **moved}, "h": memory}, {}

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from fedshift.core.arch import NORMS, Arch, Output
 from fedshift.core.checks import in_unit_interval
-from fedshift.core.method import Batch, Draw, Facts, Method, Now, Phase
+from fedshift.core.context import ClientInfo, Context, Phase, RandomSpec, ServerContext
+from fedshift.core.method import Batch, Method
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, drop, pick
 
@@ -69,12 +70,12 @@ class FedFA(Method):
         """The channels of every augmentation layer."""
         return {name: self.arch.init(0)[f"{name}.weight"].shape[1] for name in self.arch.layers(Augment)}
 
-    def draws(self, phase: Phase) -> dict[str, Draw]:
+    def draws(self, phase: Phase) -> dict[str, RandomSpec]:
         """Noise for each image and channel, and a coin for each layer; a step uses the coins of its first image."""
         if not self.layers:
             return {}
-        noise = Draw("normal", (2, sum(self.layers.values())))
-        return {"noise": noise, "coin": Draw("uniform", (len(self.layers),))}
+        noise = RandomSpec("normal", (2, sum(self.layers.values())))
+        return {"noise": noise, "coin": RandomSpec("uniform", (len(self.layers),))}
 
     def outputs(self, tensors: Tensors, batch: Batch, phase: Phase) -> Output:
         """Forward pass with this step's noise in place of the weights, which stay what they were."""
@@ -89,28 +90,28 @@ class FedFA(Method):
         output = super().outputs({**tensors, **noise}, batch, phase)
         return output._replace(buffers=drop(output.buffers, noise))
 
-    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+    def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """A client keeps its running means."""
         running = pick(model, self._names("running"))
-        return {"model": running} if running and facts.number >= 0 else {}
+        return {"model": running} if running and not info.unseen else {}
 
-    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
-        """Running means do not come down, except to strangers, who have none."""
-        down = super().broadcast(server, client, now)
-        return down if client is None else {"model": drop(down["model"], self._names("running"))}
+    def broadcast(self, server: Tree, client: str, ctx: Context) -> Tree:
+        """Running means do not come down, except to unseen clients, who have none."""
+        down = super().broadcast(server, client, ctx)
+        return down if ctx.stage == "unseen" else {"model": drop(down["model"], self._names("running"))}
 
-    def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
+    def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:
         """The model without the weights, and the running means."""
-        up, kept = super().client_final(state, down, mine)
+        up, kept = super().finish(state, down, local)
         model = drop(up["model"], self._names("weight"))
         return {"model": model, "running": pick(state["model"], self._names("running"))}, kept
 
-    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
         """FedAvg, and the weights of the next round."""
-        after = super().aggregate(server, ups, now, draws)
+        after, metrics = super().aggregate(server, ups, ctx)
         running = {layer: [up["running"][f"{layer}.running"] for up in ups.values()] for layer in self.layers}
         weights = {f"{layer}.weight": self.gamma(torch.stack(parts)) for layer, parts in running.items()}
-        return {**after, "model": {**after["model"], **weights}}
+        return {**after, "model": {**after["model"], **weights}}, metrics
 
     def gamma(self, running: Tensor) -> Tensor:
         """``[clients, 2, channels] -> [2, channels]``: how much each channel's style differs between clients."""

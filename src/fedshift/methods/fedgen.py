@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fedshift.blocks.generator import GeneratorMethod, Objective, log_likelihoods, stacked_heads
 from fedshift.core.checks import in_unit_interval, not_negative
-from fedshift.core.method import Batch, Draw, Phase
+from fedshift.core.context import Phase, RandomSpec
+from fedshift.core.method import Batch
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree
 
@@ -52,9 +53,9 @@ class FedGen(GeneratorMethod):
         not_negative(kd=self.kd, reg=self.reg, diversity=self.diversity)
         in_unit_interval(decay=self.decay)
 
-    def draws(self, phase: Phase) -> dict[str, Draw]:
+    def draws(self, phase: Phase) -> dict[str, RandomSpec]:
         """Noise for features of a batch's own labels too."""
-        return {**super().draws(phase), "taught noise": Draw("normal", (self.noise_size,))}
+        return {**super().draws(phase), "taught noise": RandomSpec("normal", (self.noise_size,))}
 
     def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
         """Cross-entropy, agreement with what the head says of generated features, and their cross-entropy."""
@@ -70,9 +71,9 @@ class FedGen(GeneratorMethod):
             value = value + factor * self.reg * self.imagined_loss(state, tensors, batch)
         return value, output.buffers
 
-    def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
+    def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:
         """The model and the counts of labels."""
-        up, kept = super().client_final(state, down, mine)
+        up, kept = super().finish(state, down, local)
         return {**up, "counts": {"labels": state["now"]["histogram"]}}, kept
 
     def generator_loss(self, ups: Mapping[str, Tree]) -> Objective:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fedshift.core.checks import in_unit_interval
-from fedshift.core.method import Batch, Method
+from fedshift.core.context import ServerContext
+from fedshift.core.method import Method
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, subtract, weighted_mean, zeros_like
 
@@ -48,9 +49,9 @@ class FedHEAL(Method):
         """Refuse settings that cannot be meant."""
         in_unit_interval(threshold=self.threshold, beta=self.beta)
 
-    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+    def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """For every client: its rounds, in how many of them each entry rose, its weight and the change of that."""
-        server = super().server_init(models, clients)
+        server = super().init_server(models, clients, public)
         trained = pick(server["model"], self.arch.trainable)
         return {
             **server,
@@ -60,7 +61,7 @@ class FedHEAL(Method):
             "delta": {client: torch.zeros((), dtype=torch.float64) for client in clients},
         }
 
-    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
         """Mask, weigh, average, remember."""
         here = pick(server["model"], self.arch.trainable)
         updates = {client: subtract(up["model"], here) for client, up in ups.items()}
@@ -69,7 +70,7 @@ class FedHEAL(Method):
             for client, update in updates.items()
         }
         masked = {c: {name: delta * kept[c][name] for name, delta in update.items()} for c, update in updates.items()}
-        weights, memory = self.reweigh(server, masked, self.weights(now))
+        weights, memory = self.reweigh(server, masked, self.weights(ctx))
         mean = weighted_mean([up["model"] for up in ups.values()], weights)
         step, share = (weighted_mean(list(parts.values()), weights) for parts in (masked, kept))
         moved = {name: leaf + step[name] / share[name].clamp(min=SMALLEST) for name, leaf in here.items()}
@@ -84,7 +85,7 @@ class FedHEAL(Method):
             **rises,
             "took-part": {**server["took-part"], **came},
             "model": {**server["model"], **mean, **moved},
-        }
+        }, {}
 
     def kept(self, update: Tensor, rises: Tensor, rounds: Tensor) -> Tensor:
         """One where a client goes where it went in more than ``threshold`` of its earlier rounds, zero elsewhere."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedshift.blocks.logit_exchange import LogitExchange, divergence
-from fedshift.core.method import Batch, Phase
+from fedshift.core.context import Phase
+from fedshift.core.method import Batch
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.core.checks import in_unit_interval
-from fedshift.core.method import Batch, Method, Now, Phase
+from fedshift.core.context import Context, Phase, ServerContext
+from fedshift.core.method import Batch, Method
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick
 
@@ -42,16 +43,16 @@ class FedProc(Method):
         in_unit_interval(alpha=self.alpha)
 
     # ---- what a client does ------------------------------------------------------------------------------------------
-    def phases(self, now: Now) -> tuple[Phase, ...]:
+    def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """Train, then look at one's classes; in the first round look before too."""
-        after = Phase(name="prototypes", trainable=frozenset(), inputs="features", batch_stats=False)
-        before = Phase(name="own", trainable=frozenset(), inputs="features", batch_stats=False)
-        return (before, Phase(), after) if now.round == 0 else (Phase(), after)
+        after = Phase(name="prototypes", kind="fold", inputs="features", batch_stats=False)
+        before = Phase(name="own", kind="fold", inputs="features", batch_stats=False)
+        return (before, Phase(), after) if ctx.round == 0 else (Phase(), after)
 
-    def client_init(self, down: Tree, mine: Tree) -> Tree:
+    def begin(self, down: Tree, local: Tree) -> Tree:
         """Beside what was received, room for one's own prototypes."""
         empty = torch.zeros_like(down["prototypes"]["global"])
-        return {**super().client_init(down, mine), "own": {"sum": empty, "count": empty[:, 0].clone()}}
+        return {**super().begin(down, local), "own": {"sum": empty, "count": empty[:, 0].clone()}}
 
     def fold(self, state: Tree, batch: Batch, phase: Phase) -> Tree:
         """Sums of features and counts, class by class."""
@@ -70,32 +71,33 @@ class FedProc(Method):
         share = (now["round"] / now["rounds"]).clamp(max=1) if self.alpha is None else self.alpha
         return share * F.cross_entropy(output.logits, batch["y"]) + (1 - share) * contrast, output.buffers
 
-    def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
+    def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:
         """The model, the mean feature of each class and how many images it is of."""
         own = state["own"]
         means = own["sum"] / own["count"].clamp(min=1)[:, None]
-        return {"model": pick(state["model"], down["model"]), "own": {"mean": means, "count": own["count"]}}, mine
+        return {"model": pick(state["model"], down["model"]), "own": {"mean": means, "count": own["count"]}}, local
 
     # ---- the server --------------------------------------------------------------------------------------------------
-    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+    def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """No class has a prototype yet."""
-        server = super().server_init(models, clients)
+        server = super().init_server(models, clients, public)
         like = server["model"][self.arch.parameters[0]]
         return {**server, "prototypes": {"global": like.new_zeros(self.arch.classes, self.arch.feature_size)}}
 
-    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
+    def broadcast(self, server: Tree, client: str, ctx: Context) -> Tree:
         """The prototypes go down with the model; who is only going to predict needs none."""
-        down = super().broadcast(server, client, now)
-        return down if client is None else {**down, "prototypes": server["prototypes"]}
+        down = super().broadcast(server, client, ctx)
+        return down if ctx.stage == "unseen" else {**down, "prototypes": server["prototypes"]}
 
-    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
         """FedAvg, and the means of prototypes by count."""
         counts = torch.stack([up["own"]["count"] for up in ups.values()])
         means = torch.stack([up["own"]["mean"] for up in ups.values()])
         total = counts.sum(0)[:, None]
         fresh = (counts[..., None] * means).sum(0) / total.clamp(min=1)
         prototypes = torch.where(total > 0, fresh, server["prototypes"]["global"])
-        return {**super().aggregate(server, ups, now, draws), "prototypes": {"global": prototypes}}
+        merged, metrics = super().aggregate(server, ups, ctx)
+        return {**merged, "prototypes": {"global": prototypes}}, metrics
 
 
 def prototype_losses(features: Tensor, labels: Tensor, prototypes: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedshift.core.checks import not_negative
-from fedshift.core.method import Batch, Method, Phase
+from fedshift.core.context import Phase
+from fedshift.core.method import Batch, Method
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, squared_distance
 
@@ -30,9 +31,9 @@ class FedProx(Method):
         """Refuse settings that cannot be meant."""
         not_negative(mu=self.mu)
 
-    def client_init(self, down: Tree, mine: Tree) -> Tree:
+    def begin(self, down: Tree, local: Tree) -> Tree:
         """Remember what was received."""
-        return {**super().client_init(down, mine), "anchor": pick(down["model"], self.arch.trainable)}
+        return {**super().begin(down, local), "anchor": pick(down["model"], self.arch.trainable)}
 
     def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
         """Add the proximal term."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedshift.core.checks import not_negative
-from fedshift.core.method import Now, Phase
+from fedshift.core.context import Context, Phase
 from fedshift.core.registry import method
 from fedshift.methods.fedper import FedPer
 
@@ -29,11 +29,11 @@ class FedRep(FedPer):
         """Refuse settings that cannot be meant."""
         not_negative(head_epochs=self.head_epochs, body_epochs=self.body_epochs)
 
-    def phases(self, now: Now) -> tuple[Phase, ...]:
+    def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """Head, then body."""
         body = Phase(name="body", trainable=self.arch.trainable - self.arch.head, epochs=self.body_epochs)
-        return (*self.final_phases(), body)
+        return (*self.last_phases(ctx), body)
 
-    def final_phases(self) -> tuple[Phase, ...]:
+    def last_phases(self, ctx: Context) -> tuple[Phase, ...]:
         """The head on the last received representation."""
         return (Phase(name="head", trainable=self.arch.head, epochs=self.head_epochs, batch_stats=False),)

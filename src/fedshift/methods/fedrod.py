@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedshift.core.context import ClientInfo, Context, Phase
 from fedshift.core.losses import balanced_softmax
-from fedshift.core.method import Batch, Facts, Method, Now, Phase
+from fedshift.core.method import Batch, Method
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, zeros_like
 
@@ -38,19 +39,19 @@ class FedRoD(Method):
 
     personal: ClassVar[bool] = True
     linear: ClassVar[bool] = True
-    deploys: ClassVar[frozenset[str]] = frozenset({"model", "generic"})
+    provides: ClassVar[frozenset[str]] = frozenset({"model", "generic"})
 
-    def private(self, now: Now) -> frozenset[str]:
+    def private(self, ctx: Context) -> frozenset[str]:
         """The personal head, beside the model's own entries."""
         return frozenset(map(_own, self.arch.head))
 
-    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+    def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """Nothing to add yet; a stranger keeps it that way."""
         return {"model": {_own(name): leaf for name, leaf in zeros_like(pick(model, self.arch.head)).items()}}
 
-    def phases(self, now: Now) -> tuple[Phase, ...]:
+    def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """Everything at once."""
-        return (Phase(trainable=self.arch.trainable | self.private(now)),)
+        return (Phase(trainable=self.arch.trainable | self.private(ctx)),)
 
     def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
         """Two terms that share a forward pass and no parameter."""
@@ -60,10 +61,10 @@ class FedRoD(Method):
         logits = output.logits.detach() + self.arch.classify(residual, output.features.detach())
         return generic + F.cross_entropy(logits, batch["y"]), output.buffers
 
-    def deployed(self, down: Tree, mine: Tree) -> Tree:
+    def deployed(self, down: Tree, local: Tree) -> Tree:
         """The received model under the head whose logits are FedRoD's, and the generic head."""
         generic = pick(down["model"], self.arch.head)
-        personal = {name: leaf + mine["model"][_own(name)] for name, leaf in generic.items()}
+        personal = {name: leaf + local["model"][_own(name)] for name, leaf in generic.items()}
         return {"model": {**down["model"], **personal}, "generic": generic}
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from fedshift.blocks import gaussians
 from fedshift.blocks.stochastic_encoder import StochasticMethod
 from fedshift.core.checks import not_negative
-from fedshift.core.method import Batch, Facts, Now, Phase
+from fedshift.core.context import ClientInfo, Context, Phase
+from fedshift.core.method import Batch
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, drop
 
@@ -50,17 +51,17 @@ class FedSR(StochasticMethod):
         super().__post_init__()
         not_negative(l2r=self.l2r, cmi=self.cmi)
 
-    def phases(self, now: Now) -> tuple[Phase, ...]:
+    def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """The network and the client's references, together."""
         return (Phase(trainable=self.arch.trainable | set(NAMES)),)
 
-    def private(self, now: Now) -> frozenset[str]:
+    def private(self, ctx: Context) -> frozenset[str]:
         """The references."""
         return frozenset(NAMES)
 
-    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+    def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """References that have seen nothing; a stranger needs none."""
-        if facts.number < 0:
+        if info.unseen:
             return {}
         like, shape = model[self.arch.parameters[0]], (self.arch.classes, self.arch.feature_size)
         return {"model": {MEAN: like.new_zeros(shape), DEVIATION: like.new_ones(shape), SCALE: like.new_ones(())}}
@@ -78,6 +79,6 @@ class FedSR(StochasticMethod):
             value = value + self.cmi * gaussians.divergence(scale * mean, scale.abs() * deviation, *own).mean()
         return value, output.buffers
 
-    def deployed(self, down: Tree, mine: Tree) -> Tree:
+    def deployed(self, down: Tree, local: Tree) -> Tree:
         """The global model, without the references."""
-        return {"model": drop(super().deployed(down, mine)["model"], NAMES)}
+        return {"model": drop(super().deployed(down, local)["model"], NAMES)}

@@ -8,7 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedshift.core.checks import not_negative
-from fedshift.core.method import Batch, Method, Phase
+from fedshift.core.context import Context, Phase
+from fedshift.core.method import Batch, Method
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree
 
@@ -30,13 +31,13 @@ class FineTune(Method):
 
     personal: ClassVar[bool] = True
     linear: ClassVar[bool] = True
-    deploys: ClassVar[frozenset[str]] = frozenset({"model", "global"})
+    provides: ClassVar[frozenset[str]] = frozenset({"model", "global"})
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
         not_negative(epochs=self.epochs)
 
-    def final_phases(self) -> tuple[Phase, ...]:
+    def last_phases(self, ctx: Context) -> tuple[Phase, ...]:
         """Train the received model once more, for oneself."""
         return (Phase(name="finetune", epochs=self.epochs),)
 
@@ -46,6 +47,6 @@ class FineTune(Method):
             return super().loss(state, tensors, batch, phase)
         return self.balanced_loss(state, tensors, batch, phase)
 
-    def deployed(self, down: Tree, mine: Tree) -> Tree:
+    def deployed(self, down: Tree, local: Tree) -> Tree:
         """The fine-tuned model and the received one."""
-        return {**super().deployed(down, mine), "global": down["model"]}
+        return {**super().deployed(down, local), "global": down["model"]}

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fedshift.blocks.rotation import NAMES, TURNS, turn_losses, turned, untrained
 from fedshift.core.arch import Arch
-from fedshift.core.method import Batch, Draw, Facts, Now, Phase
+from fedshift.core.context import ClientInfo, Context, Phase, RandomSpec
+from fedshift.core.method import Batch
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, drop, pick
 from fedshift.errors import UserError
@@ -32,7 +33,7 @@ class RotationFineTune(FineTune):
     Newcomers have an untrained head.
     """
 
-    deploys: ClassVar[frozenset[str]] = FineTune.deploys | {"rotation"}
+    provides: ClassVar[frozenset[str]] = FineTune.provides | {"rotation"}
 
     @classmethod
     def build(cls, backbone: Arch, options: Mapping[str, Any]) -> Arch:
@@ -42,23 +43,23 @@ class RotationFineTune(FineTune):
             raise UserError(f"method 'finetune-rotation' turns images, so they must be square, not {width}x{height}")
         return backbone
 
-    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+    def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """The head is needed at the end only."""
         like = next(iter(model.values()))
-        return {"rotation": untrained(like, self.arch.feature_size)} if now.final else {}
+        return {"rotation": untrained(like, self.arch.feature_size)} if ctx.ending else {}
 
-    def client_init(self, down: Tree, mine: Tree) -> Tree:
+    def begin(self, down: Tree, local: Tree) -> Tree:
         """Both heads in one slot, so that one optimiser trains them."""
-        state = super().client_init(down, mine)
-        return {**state, "model": {**state["model"], **mine.get("rotation", {})}}
+        state = super().begin(down, local)
+        return {**state, "model": {**state["model"], **local.get("rotation", {})}}
 
-    def final_phases(self) -> tuple[Phase, ...]:
+    def last_phases(self, ctx: Context) -> tuple[Phase, ...]:
         """The personal phase trains the rotation head too."""
-        return tuple(replace(phase, trainable=self.arch.trainable | set(NAMES)) for phase in super().final_phases())
+        return tuple(replace(phase, trainable=self.arch.trainable | set(NAMES)) for phase in super().last_phases(ctx))
 
-    def draws(self, phase: Phase) -> dict[str, Draw]:
+    def draws(self, phase: Phase) -> dict[str, RandomSpec]:
         """A turn for each image of a batch."""
-        return {"turn": Draw("integers", high=TURNS)} if phase.name == "finetune" else {}
+        return {"turn": RandomSpec("integers", high=TURNS)} if phase.name == "finetune" else {}
 
     def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
         """The sum of both tasks' losses."""
@@ -69,15 +70,17 @@ class RotationFineTune(FineTune):
         features, _, refreshed = self.arch.encode({**tensors, **buffers}, x, phase.batch_stats)
         return value + turn_losses(tensors, features, batch["turn"]).mean(), {**buffers, **refreshed}
 
-    def settle(self, state: Tree, down: Tree, mine: Tree) -> Tree:
-        """The tuned model and its rotation head."""
-        kept = super().settle({**state, "model": drop(state["model"], NAMES)}, down, mine)
-        return {**kept, "rotation": pick(state["model"], NAMES)}
+    def settle(self, state: Tree | None, down: Tree, local: Tree, ctx: Context) -> tuple[Tree, Tree]:
+        """The tuned model and its rotation head stay."""
+        if state is None:
+            return {}, local
+        gift, kept = super().settle({**state, "model": drop(state["model"], NAMES)}, down, local, ctx)
+        return gift, {**kept, "rotation": pick(state["model"], NAMES)}
 
-    def deployed(self, down: Tree, mine: Tree) -> Tree:
+    def deployed(self, down: Tree, local: Tree) -> Tree:
         """With the rotation head."""
         like = next(iter(down["model"].values()))
         return {
-            **super().deployed(down, mine),
-            "rotation": mine.get("rotation", untrained(like, self.arch.feature_size)),
+            **super().deployed(down, local),
+            "rotation": local.get("rotation", untrained(like, self.arch.feature_size)),
         }

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from fedshift.core.checks import in_unit_interval, not_negative
-from fedshift.core.method import Batch, Method
+from fedshift.core.context import ServerContext
+from fedshift.core.method import Method
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, weighted_mean
 
@@ -33,14 +34,14 @@ class GMA(Method):
         not_negative(server_lr=self.server_lr)
         in_unit_interval(threshold=self.threshold)
 
-    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
         """From where the server is towards FedAvg's mean, as far as the mask lets it."""
         models = [up["model"] for up in ups.values()]
-        mean = weighted_mean(models, self.weights(now))
+        mean = weighted_mean(models, self.weights(ctx))
         moved: Tensors = {}
         for name, leaf in pick(server["model"], self.arch.trainable).items():
             votes = torch.stack([(model[name] - leaf).sign() for model in models])
             agreement = votes.sum(0).abs() / len(models)
             mask = torch.where(agreement >= self.threshold, 1.0, agreement)
             moved[name] = torch.lerp(leaf, mean[name], self.server_lr * mask)  # exact at both ends
-        return {**server, "model": {**server["model"], **mean, **moved}}
+        return {**server, "model": {**server["model"], **mean, **moved}}, {}

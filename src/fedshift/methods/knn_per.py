@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fedshift.core.arch import BatchStats, Output
 from fedshift.core.checks import positive
-from fedshift.core.method import Batch, Facts, Method, Now, Phase
+from fedshift.core.context import ClientInfo, Context, Phase
+from fedshift.core.method import Batch, Method
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree
 from fedshift.errors import UserError
@@ -37,7 +38,7 @@ class KNNPer(Method):
 
     personal: ClassVar[bool] = True
     linear: ClassVar[bool] = True
-    deploys: ClassVar[frozenset[str]] = frozenset({"model", "memory"})
+    provides: ClassVar[frozenset[str]] = frozenset({"model", "memory"})
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
@@ -51,24 +52,24 @@ class KNNPer(Method):
             )
         return task
 
-    def final_phases(self) -> tuple[Phase, ...]:
+    def last_phases(self, ctx: Context) -> tuple[Phase, ...]:
         """Remember the training images, then try every weight on the validation images."""
-        remember = Phase(name="remember", trainable=frozenset(), inputs="features", batch_stats=False)
-        choose = Phase(name="choose", trainable=frozenset(), inputs="features", batch_stats=False, data="val")
+        remember = Phase(name="remember", kind="fold", inputs="features", batch_stats=False)
+        choose = Phase(name="choose", kind="fold", inputs="features", batch_stats=False, data="val")
         return (remember, choose)
 
-    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+    def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """Room for every training image, at the end only."""
-        if not now.final:
+        if not ctx.ending:
             return {}
-        room = facts.samples if facts.number >= 0 else 0
+        room = info.samples if not info.unseen else 0
         like = next(iter(model.values()))
         tries = {"filled": torch.zeros((), dtype=torch.int64), "hits": torch.zeros(GRID, dtype=torch.int64)}
         return {"memory": self._memory(like, room), "tries": tries}
 
-    def client_init(self, down: Tree, mine: Tree) -> Tree:
+    def begin(self, down: Tree, local: Tree) -> Tree:
         """The memory is filled in the final phases."""
-        return {**super().client_init(down, mine), **mine}
+        return {**super().begin(down, local), **local}
 
     def fold(self, state: Tree, batch: Batch, phase: Phase) -> Tree:
         """Write down a batch, or count each weight's right answers on it."""
@@ -86,20 +87,22 @@ class KNNPer(Method):
         hits = ((1 - weights) * p + weights * vote).argmax(-1) == batch["y"]
         return {**state, "tries": {**tries, "hits": tries["hits"] + hits.sum(1)}}
 
-    def settle(self, state: Tree, down: Tree, mine: Tree) -> Tree:
-        """The memory and the best weight, the smallest of equals."""
+    def settle(self, state: Tree | None, down: Tree, local: Tree, ctx: Context) -> tuple[Tree, Tree]:
+        """The memory and the best weight, the smallest of equals, stay."""
+        if state is None:
+            return {}, local
         hits = state["tries"]["hits"] * GRID - torch.arange(GRID, device=state["tries"]["hits"].device)
         lam = hits.argmax(-1).to(state["memory"]["lam"].dtype) / (GRID - 1)
-        return {"memory": {**state["memory"], "lam": lam}}
+        return {}, {"memory": {**state["memory"], "lam": lam}}
 
-    def deployed(self, down: Tree, mine: Tree) -> Tree:
+    def deployed(self, down: Tree, local: Tree) -> Tree:
         """The global model and the memory."""
         like = next(iter(down["model"].values()))
-        return {"model": down["model"], "memory": mine.get("memory", self._memory(like, 0))}
+        return {"model": down["model"], "memory": local.get("memory", self._memory(like, 0))}
 
-    def forward(self, deployed: Tree, x: Tensor, batch_stats: BatchStats = False) -> Output:
+    def predict(self, deployed: Tree, x: Tensor, batch_stats: BatchStats = False) -> Output:
         """Log-probabilities of the mixture."""
-        output = super().forward(deployed, x, batch_stats)
+        output = super().predict(deployed, x, batch_stats)
         memory = deployed["memory"]
         if not len(memory["labels"]):
             return output

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedshift.core.method import Method, Now
+from fedshift.core.context import Context
+from fedshift.core.method import Method
 from fedshift.core.registry import method
 
 
@@ -22,6 +23,6 @@ class LGFedAvg(Method):
     personal: ClassVar[bool] = True
     linear: ClassVar[bool] = True
 
-    def private(self, now: Now) -> frozenset[str]:
+    def private(self, ctx: Context) -> frozenset[str]:
         """Everything but the head."""
         return self.arch.encoder

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedshift.core.method import Method, Now
+from torch import Tensor
+
+from fedshift.core.context import Context, ServerContext
+from fedshift.core.method import Method
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree
 
@@ -22,14 +25,14 @@ class Local(Method):
 
     personal: ClassVar[bool] = True
 
-    def private(self, now: Now) -> frozenset[str]:
+    def private(self, ctx: Context) -> frozenset[str]:
         """The whole model."""
         return self.arch.encoder | self.arch.head
 
-    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+    def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """The server has nothing, so clients may have any network."""
         return {"model": {}}
 
-    def aggregate(self, server: Tree, ups: object, now: Tensors, draws: object) -> Tree:
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
         """There is nothing to combine."""
-        return server
+        return server, {}

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.core.checks import not_negative, positive
-from fedshift.core.method import Batch, Facts, Method, Now, Phase
+from fedshift.core.context import ClientInfo, Context, Phase
+from fedshift.core.method import Batch, Method
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick
 
@@ -43,16 +44,16 @@ class MOON(Method):
         not_negative(mu=self.mu)
         positive(temperature=self.temperature)
 
-    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+    def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """No last round yet: the encoder only holds the place. A stranger trains nothing."""
-        if facts.number < 0:
+        if info.unseen:
             return {}
         return {"previous": pick(model, self.arch.encoder), "past": {"trained": torch.tensor(False)}}
 
-    def client_init(self, down: Tree, mine: Tree) -> Tree:
+    def begin(self, down: Tree, local: Tree) -> Tree:
         """The model in training and both frozen encoders."""
         received = pick(down["model"], self.arch.encoder)
-        return {**super().client_init(down, mine), **mine, "received": received}
+        return {**super().begin(down, local), **local, "received": received}
 
     def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
         """Cross-entropy and the contrast."""
@@ -63,8 +64,8 @@ class MOON(Method):
         contrast = torch.where(state["past"]["trained"], contrast, 0.0)
         return F.cross_entropy(output.logits, batch["y"]) + self.mu * contrast, output.buffers
 
-    def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
+    def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:
         """The model goes up, and its encoder is what the next round leaves behind."""
-        up, _ = super().client_final(state, down, {})
-        trained = torch.ones_like(mine["past"]["trained"])
+        up, _ = super().finish(state, down, {})
+        trained = torch.ones_like(local["past"]["trained"])
         return up, {"previous": pick(state["model"], self.arch.encoder), "past": {"trained": trained}}

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fedshift.blocks.mlp import drawn, fresh, perceptron
 from fedshift.core.checks import not_negative, positive
+from fedshift.core.context import Context, Phase, ServerContext
 from fedshift.core.grad import gradient
-from fedshift.core.method import Batch, Method, Now, Phase
+from fedshift.core.method import Batch, Method
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, weighted_mean, zeros_like
 
@@ -59,19 +60,19 @@ class ODPFL(Method):
         positive(embedding=self.embedding, hidden=self.hidden)
 
     # ---- the client ----------------------------------------------------------------------------------------------------
-    def phases(self, now: Now) -> tuple[Phase, ...]:
+    def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """Describe oneself, train, and look back for the encoder's sake."""
         return (_look("describe"), Phase(), _look("look-back"))
 
-    def final_phases(self) -> tuple[Phase, ...]:
-        """Describe oneself, who has training images by those and a newcomer by all it has."""
-        return (_look("describe"), _look("describe-newcomer", labelled=False))
+    def last_phases(self, ctx: Context) -> tuple[Phase, ...]:
+        """Describe oneself, who has training images by those and an unseen client by all it has."""
+        return (_look("describe"), _look("describe-unseen", labelled=False))
 
-    def client_init(self, down: Tree, mine: Tree) -> Tree:
+    def begin(self, down: Tree, local: Tree) -> Tree:
         """Nothing is known of the client's images yet."""
         nothing = down["model"][self.arch.parameters[0]].new_zeros(())
         seen = {"sum": nothing.new_zeros(self.embedding), "count": nothing}
-        state = {**super().client_init(down, mine), "seen": seen, "base": self._base(down)}
+        state = {**super().begin(down, local), "seen": seen, "base": self._base(down)}
         state = {**state, "hyper": down["hyper"], "encoder": down["encoder"], "slope": zeros_like(down["encoder"])}
         return self._personal(state)
 
@@ -100,44 +101,44 @@ class ODPFL(Method):
         slope, _, _ = gradient(lambda t: ((embedded(t, x).sum(0) * share).sum(), None), state["encoder"])
         return {name: leaf + slope[name] for name, leaf in state["slope"].items()}
 
-    def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
+    def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:
         """The trained model, who it was made for, and the encoder's gradient."""
-        up, kept = super().client_final(state, down, mine)
+        up, kept = super().finish(state, down, local)
         return {**up, "embedding": {"mean": _description(state)}, "encoder": state["slope"]}, kept
 
     # ---- the server ----------------------------------------------------------------------------------------------------
-    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+    def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """The outputs' biases are the model."""
-        server = super().server_init(models, clients)
+        server = super().init_server(models, clients, public)
         base = self._base(server)
         encoder = fresh_encoder(base[self.arch.parameters[0]], self.arch.input_shape[0], self.embedding)
         hyper = fresh_hypernetwork(base, (self.embedding, *[self.hidden] * LAYERS))
         return {**server, "hyper": hyper, "encoder": encoder}
 
-    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
+    def broadcast(self, server: Tree, client: str, ctx: Context) -> Tree:
         """Everything that makes a model of a client."""
-        return {**super().broadcast(server, client, now), "hyper": server["hyper"], "encoder": server["encoder"]}
+        return {**super().broadcast(server, client, ctx), "hyper": server["hyper"], "encoder": server["encoder"]}
 
-    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
         """A step of the hyper-network towards what the clients made of its models, and one of the encoder."""
-        merged = super().aggregate(server, ups, now, draws)["model"]
+        merged, metrics = super().aggregate(server, ups, ctx)
         base, hyper, encoder = self._base(server), server["hyper"], server["encoder"]
         es = torch.stack([up["embedding"]["mean"] for up in ups.values()])
         trained = {name: torch.stack([up["model"][name] for up in ups.values()]) for name in base}
-        shares = self.weights(now)
+        shares = self.weights(ctx)
 
         def mean_pull(t: Tensors) -> tuple[Tensor, None]:
             return (shares.to(es) * pull(t, pick(t, base), es, trained)).sum(), None
 
         slope, _, _ = gradient(mean_pull, {**hyper, **base})
-        decay = Now(int(now["round"]), int(now["rounds"]), int(now["clients"])).decay(self.train)
+        decay = ctx.decay(self.train)
         moved = {name: leaf - self.hyper_lr * decay * slope[name] for name, leaf in {**hyper, **base}.items()}
         back = weighted_mean([up["encoder"] for up in ups.values()], shares)
         return {
-            "model": {**merged, **pick(moved, base)},
+            "model": {**merged["model"], **pick(moved, base)},
             "hyper": pick(moved, hyper),
             "encoder": {name: leaf - self.encoder_lr * decay * back[name] for name, leaf in encoder.items()},
-        }
+        }, metrics
 
     def _base(self, tree: Tree) -> Tensors:
         return pick(tree["model"], self.arch.trainable)
@@ -146,7 +147,7 @@ class ODPFL(Method):
 def _look(name: str, labelled: bool = True) -> Phase:
     """A look at all training images, or at those of somebody who has no others."""
     part: Literal["train", "test"] = "train" if labelled else "test"
-    return Phase(name=name, trainable=frozenset(), batch_stats=False, labelled=labelled, data=part)
+    return Phase(name=name, kind="fold", batch_stats=False, labelled=labelled, data=part)
 
 
 def _description(state: Tree) -> Tensor:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.core.checks import not_negative
-from fedshift.core.method import Batch, Draw, Facts, Method, Now, Phase
+from fedshift.core.context import ClientInfo, Context, Phase, RandomSpec
+from fedshift.core.method import Batch, Method
 from fedshift.core.optim import Adam
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick
@@ -54,7 +55,7 @@ class PartialFed(Method):
 
     personal: ClassVar[bool] = True
     linear: ClassVar[bool] = True
-    deploys: ClassVar[frozenset[str]] = frozenset({"model", "global"})
+    provides: ClassVar[frozenset[str]] = frozenset({"model", "global"})
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
@@ -76,31 +77,39 @@ class PartialFed(Method):
         numbers = {module: number for number, module in enumerate(modules)}
         return {name: numbers[name.rpartition(".")[0]] for name in entries}
 
-    def phases(self, now: Now) -> tuple[Phase, ...]:
+    def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """The policy first, if it is learnt, then all weights."""
         if self.mode == "fix":
             return (Phase(),)
         names, rule = frozenset({LOGITS}), Adam(lr=self.policy_lr)
-        policy = Phase("policy", names, None, self.policy_steps, rule, data="val", batch_stats=False, name="policy")
+        policy = Phase(
+            slot="policy",
+            trainable=names,
+            steps=self.policy_steps,
+            optim=rule,
+            data="val",
+            batch_stats=False,
+            name="policy",
+        )
         return (policy, Phase())
 
-    def draws(self, phase: Phase) -> dict[str, Draw]:
+    def draws(self, phase: Phase) -> dict[str, RandomSpec]:
         """Two numbers for each layer; a step uses those of its first image."""
-        return {"gumbel": Draw("uniform", (len(set(self.layers.values())), 2))} if phase.slot == "policy" else {}
+        return {"gumbel": RandomSpec("uniform", (len(set(self.layers.values())), 2))} if phase.slot == "policy" else {}
 
-    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+    def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """What may be kept, as everybody starts, and no preference; a stranger has nothing."""
-        if facts.number < 0:
+        if info.unseen:
             return {}
         past = {"known": torch.zeros((), dtype=torch.bool)}
         if self.mode == "fix":
-            return {"local": pick(model, self.arch.norm | self.arch.head), "past": past}
+            return {"kept": pick(model, self.arch.norm | self.arch.head), "past": past}
         logits = model[self.arch.parameters[0]].new_zeros(len(set(self.layers.values())), 2)
-        return {"local": model, "past": past, "policy": {LOGITS: logits}}
+        return {"kept": model, "past": past, "policy": {LOGITS: logits}}
 
-    def client_init(self, down: Tree, mine: Tree) -> Tree:
+    def begin(self, down: Tree, local: Tree) -> Tree:
         """Partial initialisation, and both of its sources."""
-        own = self.own(down["model"], mine)
+        own = self.own(down["model"], local)
         return {**down, **own, "global": down["model"], "model": self.chosen(down["model"], own)}
 
     def client_step(self, state: Tree, batch: Batch, phase: Phase) -> Tree:
@@ -119,35 +128,35 @@ class PartialFed(Method):
         soft = ((tensors[LOGITS] + gumbel) / temperature).softmax(1)[:, 1]
         hard = soft > 0.5
         keep = hard.to(soft.dtype) + soft - soft.detach()
-        layers, received, local = self.layers, state["global"], state["local"]
+        layers, received, kept = self.layers, state["global"], state["kept"]
         weights = pick(received, self.arch.trainable)
-        drawn = {name: leaf + keep[layers[name]] * (local[name] - leaf) for name, leaf in weights.items()}
-        model = {**self._taken(received, local, hard), **drawn}
+        drawn = {name: leaf + keep[layers[name]] * (kept[name] - leaf) for name, leaf in weights.items()}
+        model = {**self._taken(received, kept, hard), **drawn}
         return F.cross_entropy(self.outputs(model, batch, phase).logits, batch["y"]), {}
 
-    def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
+    def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:
         """The whole model goes up; it is also the next round's local one."""
-        up, kept = super().client_final(state, down, mine)
-        past = {"known": torch.ones_like(mine["past"]["known"])}
-        return up, {**kept, "local": pick(state["model"], mine["local"]), "past": past}
+        up, kept = super().finish(state, down, local)
+        past = {"known": torch.ones_like(local["past"]["known"])}
+        return up, {**kept, "kept": pick(state["model"], local["kept"]), "past": past}
 
-    def own(self, received: Tensors, mine: Tree) -> Tree:
+    def own(self, received: Tensors, local: Tree) -> Tree:
         """A client's memory; one that has never trained takes the received layers for its own."""
-        known, local = mine["past"]["known"], mine["local"]
-        return {**mine, "local": {name: torch.where(known, leaf, received[name]) for name, leaf in local.items()}}
+        known, kept = local["past"]["known"], local["kept"]
+        return {**local, "kept": {name: torch.where(known, leaf, received[name]) for name, leaf in kept.items()}}
 
     def chosen(self, received: Tensors, own: Tree) -> Tensors:
         """Every layer from where the rule takes it."""
         if "policy" not in own:
-            return {**received, **own["local"]}
+            return {**received, **own["kept"]}
         logits = own["policy"][LOGITS]
-        return self._taken(received, own["local"], logits[:, 1] > logits[:, 0])
+        return self._taken(received, own["kept"], logits[:, 1] > logits[:, 0])
 
-    def deployed(self, down: Tree, mine: Tree) -> Tree:
-        """The rule's choice, and the received model, which is all that a newcomer has."""
+    def deployed(self, down: Tree, local: Tree) -> Tree:
+        """The rule's choice, and the received model, which is all that an unseen client has."""
         received = down["model"]
-        return {"model": self.chosen(received, self.own(received, mine)) if mine else received, "global": received}
+        return {"model": self.chosen(received, self.own(received, local)) if local else received, "global": received}
 
-    def _taken(self, received: Tensors, local: Tensors, keep: Tensor) -> Tensors:
+    def _taken(self, received: Tensors, kept: Tensors, keep: Tensor) -> Tensors:
         layers = self.layers
-        return {name: torch.where(keep[layers[name]], local[name], leaf) for name, leaf in received.items()}
+        return {name: torch.where(keep[layers[name]], kept[name], leaf) for name, leaf in received.items()}

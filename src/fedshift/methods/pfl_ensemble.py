@@ -31,7 +31,7 @@ class PFLEnsemble(PFLSampled):
 
     fraction: float = 1.0
 
-    deploys: ClassVar[frozenset[str]] = frozenset({"model", "members"})
+    provides: ClassVar[frozenset[str]] = frozenset({"model", "members"})
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
@@ -43,15 +43,15 @@ class PFLEnsemble(PFLSampled):
         """A share of them, and at least one."""
         return max(1, round(self.fraction * count))
 
-    def deployed(self, down: Tree, mine: Tree) -> Tree:
+    def deployed(self, down: Tree, local: Tree) -> Tree:
         """The mean head, or the members."""
-        tree = super().deployed(down, mine)
-        own = self.drawn(down, mine) if self.private_layers > 1 else []
+        tree = super().deployed(down, local)
+        own = self.drawn(down, local) if self.private_layers > 1 else []
         return {**tree, "members": {n: torch.stack([part[n] for part in own]) for n in own[0]} if own else {}}
 
-    def forward(self, deployed: Tree, x: Tensor, batch_stats: BatchStats = False) -> Output:
+    def predict(self, deployed: Tree, x: Tensor, batch_stats: BatchStats = False) -> Output:
         """One model, or the mean of many on one body."""
-        output = super().forward(deployed, x, batch_stats)
+        output = super().predict(deployed, x, batch_stats)
         if not deployed["members"]:
             return output
 

@@ -9,7 +9,7 @@ import torch
 
 from fedshift.core import rng
 from fedshift.core.checks import positive
-from fedshift.core.method import Facts, Now
+from fedshift.core.context import ClientInfo, Context
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, stack, unstack, weighted_mean
 from fedshift.methods.fedper import FedPer
@@ -33,7 +33,7 @@ class PFLSampled(FedPer):
         """Refuse settings that cannot be meant."""
         positive(private_layers=self.private_layers)
 
-    def private(self, now: Now) -> frozenset[str]:
+    def private(self, ctx: Context) -> frozenset[str]:
         """The last layers; the head is the last of all."""
         arch = self.arch
         layers = list(dict.fromkeys(_layer(name) for name in (*arch.parameters, *arch.head)))
@@ -41,41 +41,41 @@ class PFLSampled(FedPer):
         own = set(layers[-self.private_layers :])
         return frozenset(name for name in (*arch.parameters, *arch.buffers) if _layer(name) in own)
 
-    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
-        """A stranger draws a ticket."""
-        return {"ticket": {"seed": torch.tensor(facts.seed)}} if facts.number < 0 else super().birth(model, facts, now)
+    def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
+        """An unseen client draws a ticket."""
+        return {"ticket": {"seed": torch.tensor(info.seed)}} if info.unseen else super().init_local(model, info, ctx)
 
-    def publish(self, mine: Tree) -> Tree:
-        """The private part."""
-        return {"model": mine["model"]}
+    def settle(self, state: Tree | None, down: Tree, local: Tree, ctx: Context) -> tuple[Tree, Tree]:
+        """The private part is given away."""
+        return {"model": local["model"]} if "model" in local else {}, local
 
-    def welcome(self, server: Tree, published: Mapping[str, Tree]) -> Tree:
+    def take_gifts(self, server: Tree, gifts: Mapping[str, Tree]) -> Tree:
         """All of them, side by side."""
-        return {**server, "members": stack(list(published.values()))["model"]} if published else server
+        return {**server, "members": stack(list(gifts.values()))["model"]} if gifts else server
 
-    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
-        """With all private parts for a newcomer."""
-        down = super().broadcast(server, client, now)
-        return {**down, "members": server["members"]} if client is None and "members" in server else down
+    def broadcast(self, server: Tree, client: str, ctx: Context) -> Tree:
+        """With all private parts for an unseen client."""
+        down = super().broadcast(server, client, ctx)
+        return {**down, "members": server["members"]} if ctx.stage == "unseen" and "members" in server else down
 
     def chosen(self, count: int) -> int:
         """How many of the published models a newcomer uses."""
         return 1
 
-    def drawn(self, down: Tree, mine: Tree) -> list[Tensors]:
+    def drawn(self, down: Tree, local: Tree) -> list[Tensors]:
         """The private parts that a newcomer's ticket names, in client order; none for a training client."""
-        if "members" not in down or "ticket" not in mine:
+        if "members" not in down or "ticket" not in local:
             return []
         count = len(next(iter(down["members"].values())))
-        order = rng.permutation(int(mine["ticket"]["seed"]), count)[: self.chosen(count)]
+        order = rng.permutation(int(local["ticket"]["seed"]), count)[: self.chosen(count)]
         members = unstack({"model": down["members"]}, count)
         return [members[k]["model"] for k in order.sort().values.tolist()]
 
-    def deployed(self, down: Tree, mine: Tree) -> Tree:
+    def deployed(self, down: Tree, local: Tree) -> Tree:
         """The body under what was drawn (the mean of it, where that is more than one)."""
-        own = self.drawn(down, mine)
+        own = self.drawn(down, local)
         if not own:
-            return super().deployed(down, mine)
+            return super().deployed(down, local)
         mean = weighted_mean(own, torch.full((len(own),), 1 / len(own), dtype=torch.float64))
         return {"model": {**down["model"], **pick(mean, own[0])}}
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fedshift.core.method import Batch, Facts, Method, Now, Phase
+import torch
+from torch import Tensor
+
+from fedshift.core.context import ClientInfo, Context, Phase, ServerContext
+from fedshift.core.method import Method
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, subtract, weighted_mean, zeros_like
 from fedshift.errors import UserError
@@ -33,44 +37,45 @@ class Scaffold(Method):
         if self.train.optimiser != "sgd":
             raise UserError(f"method 'scaffold' is defined for optimiser sgd, not {self.train.optimiser}")
 
-    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+    def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """A client's control variate starts at zero."""
         return {"ci": zeros_like(pick(model, self.arch.trainable))}
 
-    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+    def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """So does the server's."""
-        server = super().server_init(models, clients)
+        server = super().init_server(models, clients, public)
         return {**server, "c": zeros_like(pick(server["model"], self.arch.trainable))}
 
-    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
+    def broadcast(self, server: Tree, client: str, ctx: Context) -> Tree:
         """The model and the server's control variate."""
-        return {**super().broadcast(server, client, now), "c": server["c"]}
+        return {**super().broadcast(server, client, ctx), "c": server["c"]}
 
-    def client_init(self, down: Tree, mine: Tree) -> Tree:
+    def begin(self, down: Tree, local: Tree) -> Tree:
         """Both control variates are at hand in every step."""
-        return {**super().client_init(down, mine), "ci": mine["ci"]}
+        return {**super().begin(down, local), "ci": local["ci"]}
 
-    def fix_grad(self, state: Tree, grads: Tensors, phase: Phase) -> Tensors:
+    def transform_grads(self, state: Tree, grads: Tensors, phase: Phase) -> Tensors:
         """``g - c_k + c``."""
-        return {name: grad - state["ci"][name] + state["c"][name] for name, grad in grads.items()}
+        corrected = {name: grad - state["ci"][name] + state["c"][name] for name, grad in grads.items()}
+        return super().transform_grads(state, corrected, phase)
 
-    def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
+    def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:
         """The new control variate; its change travels with the model."""
-        up, _ = super().client_final(state, down, {})
+        up, _ = super().finish(state, down, {})
         steps, m = state["now"]["steps"].clamp(min=1), self.train.momentum
         way = state["now"]["lr"] * (steps - m * (1 - m**steps) / (1 - m)) / (1 - m)
         scale = (way > 0) / way.clamp(min=1e-30)  # a rate of zero moves nothing
         drift = subtract(down["model"], pick(state["model"], self.arch.trainable))
         moved = state["now"]["steps"].clamp(max=1)  # a client that took no step keeps its control variate
         change = {name: moved * (drift[name] * scale - down["c"][name]) for name in drift}
-        return {**up, "dc": change}, {"ci": {name: mine["ci"][name] + delta for name, delta in change.items()}}
+        return {**up, "dc": change}, {"ci": {name: local["ci"][name] + delta for name, delta in change.items()}}
 
-    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
         """Uniform means, as in the paper; statistics are averaged, parameters take the server's step."""
-        uniform = now["samples"].new_ones(len(ups)).double() / len(ups)
+        uniform = torch.full((len(ups),), 1 / len(ups), dtype=torch.float64)
         mean = weighted_mean([up["model"] for up in ups.values()], uniform)
         step = subtract(mean, pick(server["model"], self.arch.trainable))
         moved = {name: server["model"][name] + self.server_lr * delta for name, delta in step.items()}
-        change = weighted_mean([up["dc"] for up in ups.values()], uniform * len(ups) / float(now["clients"]))
+        change = weighted_mean([up["dc"] for up in ups.values()], uniform * len(ups) / ctx.clients)
         control = {name: server["c"][name] + delta for name, delta in change.items()}
-        return {"model": {**server["model"], **mean, **moved}, "c": control}
+        return {"model": {**server["model"], **mean, **moved}, "c": control}, {}

@@ -64,7 +64,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 def _other_classes(own: dict[str, Tensor], given: dict[str, Tensor]) -> bool:
     """The two heads read the same features and differ in the number of classes."""
-    mine, theirs = own.get("head.weight"), given.get("head.weight")
-    if mine is None or theirs is None:
+    local, theirs = own.get("head.weight"), given.get("head.weight")
+    if local is None or theirs is None:
         return False
-    return mine.shape[1:] == theirs.shape[1:] and len(mine) != len(theirs)
+    return local.shape[1:] == theirs.shape[1:] and len(local) != len(theirs)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fedshift.engines.base import Score
-from fedshift.errors import UserError
 from fedshift.results.result import Point, Result, Row
 from fedshift.store.costs import Costs, mean_costs, measured, published_by
 from fedshift.store.folder import NOTES, RunFolder, read_config, title_of
@@ -155,20 +154,6 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def find_runs(path: Path) -> list[Path]:
-    """The finished runs in a folder: a run itself, or any folder above some."""
-    if not path.exists():
-        raise UserError(f"there is no folder {path}")
-    found = sorted(done.parent for done in path.rglob("done"))
-    for run in (run for run in found if not (run / "config.toml").is_file()):
-        raise UserError(f"{run} is not a run folder: it has no config.toml")
-    if not found:
-        unfinished = next(path.rglob("metrics.jsonl"), None)
-        hint = "; there is an unfinished one, go on with fedshift run ... --resume" if unfinished else ""
-        raise UserError(f"{path} holds no finished run{hint}")
-    return sorted(found, key=lambda run: (run / "config.toml").stat().st_mtime)
-
-
 def _oracle(lines: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The best test score of any evaluated round, if test streams were scored during training."""
     means = {row["metric"]: _parts_of(row) for row in rows if "of" in row}
@@ -232,3 +217,13 @@ def _costs(
     """The ledger as it is stored; of a run that has none, what its rounds tell."""
     stored = folder.costs()
     return Costs.of(stored) if stored is not None else measured(Costs(), lines, published_by(scores))
+
+
+def names_of(folders: Sequence[Path]) -> dict[Path, str]:
+    """What runs are called: the method, and what else tells them apart; seeds share a name."""
+    configs = {path: read_config(path) for path in folders}
+    points = points_of(configs)
+    return {
+        path: ", ".join([title_of(config), *(f"{key} = {value}" for key, value in points[path])])
+        for path, config in configs.items()
+    }

@@ -1,9 +1,9 @@
-"""What a finished run keeps for clients nobody has seen: enough to serve one without the run's data or its clients.
+"""The models of one chosen round: of every client that trained, and of any unseen one.
 
-``welcome.safetensors`` holds the server of the round chosen by validation after clients took their final phases and
-published (which needs their data, so it cannot be made up for later), and what the run's settings do not say: the
-classes, the shape of images, the names and shapes of the networks' entries. An adapter that chose a round of its own has
-its own, ``welcome/ADAPTER.safetensors``.
+A run keeps what unseen clients need of it in ``snapshot.safetensors``: the server of the round chosen by validation after
+clients took their last phases and gave away what they give (which needs their data, so it cannot be made up for later),
+and what the run's settings do not say: the classes, the shape of images, the names and shapes of the networks' entries. An
+adapter that chose a round of its own has its own, ``snapshots/ADAPTER.safetensors``.
 """
 
 from __future__ import annotations
@@ -14,36 +14,150 @@ from pathlib import Path
 from typing import Any
 
 from fedshift.core.arch import Arch
-from fedshift.core.method import Method, Now
-from fedshift.core.tree import Tensors, Tree
-from fedshift.data.task import Task
+from fedshift.core.context import Context, Phase
+from fedshift.core.method import Method
+from fedshift.core.tree import Tensors, Tree, to
+from fedshift.data.task import Client, Task
+from fedshift.engines.base import Compute, Engine, Reply
+from fedshift.engines.reference import info_of
+from fedshift.engines.schedule import Plan
 from fedshift.errors import UserError
-from fedshift.runs.plan import Job
-from fedshift.runs.session import Federation, Settled
-from fedshift.store.folder import WELCOME
-from fedshift.store.state import State
+from fedshift.runs.setup import Setup
+from fedshift.store.folder import OLD_SNAPSHOT, SNAPSHOT, snapshot_file
 from fedshift.store.trees import load, save
 
 
 @dataclass(frozen=True)
-class Welcome:
-    """A server that waits for newcomers, and what it knows about its run."""
+class Deployment:
+    """What one round's clients serve with. Opened from a snapshot it knows no local states, only unseen clients."""
+
+    setup: Setup
+    ctx: Context  # of the last phases
+    seed: int
+    server: Tree  # with what clients gave away
+    locals: Mapping[str, Tree]  # after the last phases
+    networks: Mapping[str, str]  # the architecture of each client; one not named here has the first
+    given_bytes: int = 0
+
+    def trained(self) -> dict[str, Tree]:
+        """The model of every client that is known: what it would receive now and its local state."""
+        broadcast = self.setup.method.broadcast
+        return {
+            name: self._method(name).deployed(broadcast(self.server, name, self.ctx), local)
+            for name, local in self.locals.items()
+        }
+
+    def admit(self, task: Task, engine: Engine, compute: Compute) -> tuple[dict[str, Tree], list[str]]:
+        """Models of a task's unseen clients, after what they train without labels, and whose training failed.
+
+        Empty if the method has nothing to offer them.
+        """
+        ctx, clients = replace(self.ctx, stage="unseen"), task.unseen
+        server = to(self.server, compute.device)
+        initial = self.setup.initial(self.seed, compute)
+        trees: dict[str, Tree] = {}
+        failed: list[str] = []
+        for arch, method in self.setup.methods.items():
+            members = [client for client in clients if self._network(client.name) == arch]
+            downs = {client.name: method.broadcast(server, client.name, ctx) for client in members}
+            own = {client.name: _first_local(method, initial[arch], task, client, self.seed, ctx) for client in members}
+            own = {name: to(local, compute.device) for name, local in own.items()}
+            replies = self._trained_alone(method, downs, own, task, engine, ctx)
+            failed += [name for name, reply in replies.items() if not reply.finite]
+            kept = {**own, **{name: reply.local for name, reply in replies.items() if reply.finite}}
+            made = {name: method.deployed(downs[name], local) for name, local in kept.items()}
+            if not all(set(method.arch.parameters) <= set(tree.get("model", {})) for tree in made.values()):
+                return {}, failed
+            trees |= made
+        return {client.name: trees[client.name] for client in clients}, failed
+
+    def serving(self, network: str) -> Deployment:
+        """The same for unseen clients who all have this network."""
+        return replace(self, networks=_Always(network))
+
+    def _trained_alone(
+        self,
+        method: Method,
+        downs: Mapping[str, Tree],
+        own: Mapping[str, Tree],
+        task: Task,
+        engine: Engine,
+        ctx: Context,
+    ) -> dict[str, Reply]:
+        phases = unseen_phases(method, ctx)
+        return engine.train(method, downs, own, task, Plan(phases, ctx, self.seed)) if phases and downs else {}
+
+    def _network(self, client: str) -> str:
+        return self.networks.get(client, next(iter(self.setup.methods)))
+
+    def _method(self, client: str) -> Method:
+        return self.setup.methods[self._network(client)]
+
+
+class _Always(Mapping[str, str]):
+    """One answer to every name."""
+
+    def __init__(self, answer: str) -> None:
+        self._answer = answer
+
+    def __getitem__(self, name: str) -> str:
+        return self._answer
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def unseen_phases(method: Method, ctx: Context) -> tuple[Phase, ...]:
+    """What an unseen client trains: of the last phases those that need no labels."""
+    return tuple(phase for phase in method.last_phases(replace(ctx, stage="unseen")) if not phase.labelled)
+
+
+def _first_local(method: Method, model: Tensors, task: Task, client: Client, seed: int, ctx: Context) -> Tree:
+    return method.init_local(model, info_of(task, client, seed, unseen=True), ctx)
+
+
+# ---- on disk -------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Snapshot:
+    """What a run folder keeps for unseen clients."""
 
     server: Tree
-    public: Tensors  # ``images`` and ``ids`` everybody may see, where newcomers learn from them; otherwise empty
-    now: Now
+    public: Tensors  # ``images`` and ``ids`` everybody may see, where unseen clients learn from them; otherwise empty
+    ctx: Context
     seed: int
     task_hash: str
     classes: tuple[str, ...]
     shape: tuple[int, int, int]  # of an image: channels, height, width
     networks: Mapping[str, Mapping[str, tuple[int, ...]]]  # the names and shapes of their entries
 
+    @staticmethod
+    def of(deployment: Deployment, task: Task) -> Snapshot:
+        """What unseen clients need of a deployment."""
+        methods = deployment.setup.methods
+        return Snapshot(
+            server=deployment.server,
+            public=_public(methods.values(), task, deployment.ctx),
+            ctx=deployment.ctx,
+            seed=deployment.seed,
+            task_hash=task.hash,
+            classes=task.classes,
+            shape=task.shape,
+            networks={name: entries_of(method.arch) for name, method in methods.items()},
+        )
+
+    def deployment(self, setup: Setup) -> Deployment:
+        """The deployment it was taken of, without the clients that trained."""
+        return Deployment(setup, self.ctx, self.seed, self.server, {}, {})
+
     def save(self, folder: Path, adapter: str = "") -> None:
         """Into a run folder, all or nothing; ``adapter`` if it chose this round for itself."""
-        target = folder / welcome_file(adapter)
+        target = folder / snapshot_file(adapter)
         target.parent.mkdir(exist_ok=True)
         facts = {
-            "now": asdict(self.now),
+            "context": asdict(self.ctx),
             "seed": self.seed,
             "task-hash": self.task_hash,
             "classes": self.classes,
@@ -53,22 +167,28 @@ class Welcome:
         save(target, {"server": self.server, "public": {"public": self.public}}, facts)
 
     @staticmethod
-    def load(folder: Path, adapter: str = "") -> Welcome:
-        """From a run folder, for this adapter if it chose its own round."""
-        if not (folder / WELCOME).is_file():
+    def load(folder: Path, adapter: str = "") -> Snapshot:
+        """From a run folder, for this adapter if it chose its own round; those of older versions are read too."""
+        names = (
+            snapshot_file(adapter),
+            SNAPSHOT,
+            *((OLD_SNAPSHOT[1].format(adapter),) if adapter else ()),
+            OLD_SNAPSHOT[0],
+        )
+        path = next((folder / name for name in names if (folder / name).is_file()), None)
+        if path is None:
             raise UserError(
-                f"{folder} has no {WELCOME}, which older versions did not write: repeat its fedshift run to add it, "
+                f"{folder} has no {SNAPSHOT}, which older versions did not write: repeat its fedshift run to add it, "
                 "finished rounds are not run again"
             )
-        path = next(path for path in (folder / welcome_file(adapter), folder / WELCOME) if path.is_file())
         trees, stored = load(path)
         facts: Mapping[str, Any] = stored
         try:
             channels, height, width = facts["shape"]
-            return Welcome(
-                server=trees["server"],
+            return Snapshot(
+                server=_renamed(trees["server"]),
                 public=trees["public"]["public"],
-                now=Now(**facts["now"]),
+                ctx=_context(facts),
                 seed=facts["seed"],
                 task_hash=facts["task-hash"],
                 classes=tuple(facts["classes"]),
@@ -82,24 +202,17 @@ class Welcome:
             raise UserError(f"{path} is damaged or of another version ({error!r})") from None
 
 
-def welcome_file(adapter: str) -> str:
-    """Where it lies in a run folder."""
-    return f"welcome/{adapter}.safetensors" if adapter else WELCOME
+def _context(facts: Mapping[str, Any]) -> Context:
+    """Where in the run it was taken; older versions called it ``now``, with a flag ``final``."""
+    if "context" in facts:
+        return Context(**facts["context"])
+    old = facts["now"]
+    return Context(old["round"], old["rounds"], old["clients"], "final")
 
 
-def save_welcome(job: Job, federation: Federation, state: State, settled: Settled, adapter: str = "") -> None:
-    """Keep what newcomers need of a state; ``adapter`` if it chose this round for itself."""
-    methods = job.setup.methods
-    Welcome(
-        server=settled.server,
-        public=_public(methods.values(), job.task),
-        now=replace(federation.now(state), final=True),
-        seed=job.seed,
-        task_hash=job.task.hash,
-        classes=job.task.classes,
-        shape=job.task.shape,
-        networks={name: entries_of(method.arch) for name, method in methods.items()},
-    ).save(job.folder.path, adapter)
+def _renamed(server: Tree) -> Tree:
+    """Older versions called the slot of gifts ``newcomer``."""
+    return {"gifts" if slot == "newcomer" else slot: leaves for slot, leaves in server.items()}
 
 
 def entries_of(arch: Arch) -> dict[str, tuple[int, ...]]:
@@ -112,8 +225,8 @@ def entries_of(arch: Arch) -> dict[str, tuple[int, ...]]:
     return {name: tuple(leaf.shape) for name, leaf in arch.init(0).items()}
 
 
-def _public(methods: Iterable[Method], task: Task) -> Tensors:
-    read = any(phase.data == "public" for method in methods for phase in method.joining_phases())
+def _public(methods: Iterable[Method], task: Task, ctx: Context) -> Tensors:
+    read = any(phase.data == "public" for method in methods for phase in unseen_phases(method, ctx))
     if task.public is None or not read:
         return {}
     return {"images": task.images[task.public], "ids": task.ids[task.public]}

@@ -12,21 +12,21 @@ from typing import Any
 import fedshift
 from fedshift.core.registry import ADAPTERS
 from fedshift.core.tree import Tree
-from fedshift.engines.base import Compute, Density, Engine, Score
+from fedshift.engines.base import Density, Score
 from fedshift.experiment.schema import AdapterSpec, Experiment
 from fedshift.runs.code import code_digest
-from fedshift.runs.deployment import save_welcome, welcome_file
+from fedshift.runs.deployment import Deployment, Snapshot
 from fedshift.runs.features import lacking, save_features
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
-from fedshift.runs.session import Federation, Settled
-from fedshift.store.folder import NOTES
+from fedshift.runs.session import Session
+from fedshift.store.folder import NOTES, snapshot_file
 from fedshift.store.rows import mean_over, metric_parts, summarise
 from fedshift.store.state import State
 
 
-def score(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
-    """What is not there yet: every adapter on the last state and on the one chosen by validation, features, a welcome."""
+def score(job: Job, session: Session, say: Reporter) -> None:
+    """What is not there yet: every adapter on the last state and on the one chosen by validation, features, snapshots."""
     stored = job.folder.scores()
     found = {name: rows[0] for name, rows in stored.items() if rows}
     waiting = [spec for spec in job.setup.spec.adapters if not _scored(spec, found.get(spec.title))]
@@ -36,25 +36,25 @@ def score(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
     title = job.title
     featured = lacking(job)
     choosers = ["", *(spec.title for spec in job.setup.spec.validated(job.experiment.evaluate))]
-    welcoming = not all((job.folder.path / welcome_file(name)).is_file() for name in choosers)
-    if not waiting and not featured and not welcoming:
+    unsaved = not all((job.folder.path / snapshot_file(name)).is_file() for name in choosers)
+    if not waiting and not featured and not unsaved:
         return
-    federation = job.federation(engine, compute, say)
-    chosen = {name: job.folder.best(compute.device, name) for name in choosers}
+    device = session.compute.device
+    chosen = {name: job.folder.best(device, name) for name in choosers}
     best = chosen[""]  # of all adapters that did not choose for themselves
-    last = [job.folder.last(compute.device)] if waiting else []
+    last = [job.folder.last(device)] if waiting else []
     models: dict[int, list[Served]] = {}
     for state in (*last, *chosen.values()):
         if state.round not in models:
             say.doing(f"{title}: models of round {state.round}")
-            settled = federation.settled(state)
-            models[state.round] = _models(job, federation, state, settled, say)
-            for adapter in (name for name, own in chosen.items() if welcoming and own.round == state.round):
-                save_welcome(job, federation, state, settled, adapter)
+            deployment = session.deploy(state)
+            models[state.round] = _models(job, session, state, deployment, say)
+            for adapter in (name for name, own in chosen.items() if unsaved and own.round == state.round):
+                Snapshot.of(deployment, job.task).save(job.folder.path, adapter)
     for spec in waiting:
         say.doing(f"{title}: adapter {spec.title}")
         rounds = {"last": last[0].round, "best-val": chosen.get(spec.title, best).round}
-        by_round = {number: _rows(job, federation, spec, number, models[number]) for number in set(rounds.values())}
+        by_round = {number: _rows(job, session, spec, number, models[number]) for number in set(rounds.values())}
         origin = {"seed": job.seed, "task-hash": job.task.hash, "fedshift": fedshift.__version__}
         named = {"adapter": spec.name, "options": spec.options(), "code": code_digest(ADAPTERS[spec.name].make)}
         scored = [
@@ -66,7 +66,7 @@ def score(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
     if featured:
         say.doing(f"{title}: features")
         own = [served.trees for served in models[best.round] if served.model == job.model]
-        save_features(job, federation, {name: tree for trees in own for name, tree in trees.items()}, best.round, say)
+        save_features(job, session, {name: tree for trees in own for name, tree in trees.items()}, best.round, say)
 
 
 def adapters_of(scores: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, AdapterSpec]:
@@ -83,14 +83,14 @@ def adapters_of(scores: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, 
 
 
 def _rows(
-    job: Job, federation: Federation, spec: AdapterSpec, number: int, offered: Sequence[Served]
+    job: Job, session: Session, spec: AdapterSpec, number: int, offered: Sequence[Served]
 ) -> list[dict[str, Any]]:
     """An adapter's scores on every stream; models that were just trained on labels are scored as they are."""
-    adapters, made = job.setup.adapters(spec, federation.moment(number)), list[dict[str, Any]]()
+    adapters, made = job.setup.adapters(spec, session.context(number)), list[dict[str, Any]]()
     for served in offered:
         if served.model == "after-local" and spec.name != "none":
             continue
-        scores = federation.evaluate(adapters, served.trees, list(job.task.streams))
+        scores = session.evaluate(adapters, served.trees, list(job.task.streams))
         made += [
             {**_row(served, stream, scores), "setting": asdict(job.task.setting(stream))} for stream in job.task.streams
         ]
@@ -170,16 +170,16 @@ class Served:
     published: int = 0  # bytes that clients gave once, at the end
 
 
-def _models(job: Job, federation: Federation, state: State, settled: Settled, say: Reporter) -> list[Served]:
+def _models(job: Job, session: Session, state: State, deployment: Deployment, say: Reporter) -> list[Served]:
     """The models that are scored."""
-    models = [Served(job.model, "clients", federation.deployed(state, settled), settled.published)]
+    models = [Served(job.model, "clients", deployment.trained(), deployment.given_bytes)]
     if job.experiment.evaluate.after_local:
-        models.append(Served("after-local", "clients", federation.after_local(state)))
+        models.append(Served("after-local", "clients", session.after_local(state)))
     if job.task.unseen:
-        trees = federation.newcomers(state, settled)
-        models.append(Served(job.model, "unseen", trees, settled.published))
+        trees = session.unseen(deployment)
+        models.append(Served(job.model, "unseen", trees, deployment.given_bytes))
         if not trees:
-            say.note(f"{job.setup.spec.title} has nothing to give to clients nobody has seen; that row is left out")
+            say.note(f"{job.setup.spec.title} has nothing to give to unseen clients; that row is left out")
     return [served for served in models if served.trees]
 
 

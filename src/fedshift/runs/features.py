@@ -17,7 +17,7 @@ from fedshift.engines.base import Compute
 from fedshift.engines.reference import predictions
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
-from fedshift.runs.session import Federation
+from fedshift.runs.session import Session
 from fedshift.store.features import PREFERRED, Features, Wanted, header_of, positions_of
 from fedshift.store.folder import FEATURES
 
@@ -44,11 +44,11 @@ def lacking(job: Job) -> bool:
     return {key: facts.get(key) for key in Wanted.__dataclass_fields__} != asdict(wanted_by(job))
 
 
-def save_features(job: Job, federation: Federation, trees: Mapping[str, Tree], round_: int, say: Reporter) -> None:
+def save_features(job: Job, session: Session, trees: Mapping[str, Tree], round_: int, say: Reporter) -> None:
     """Save the features of every client that has a deployed model, all or nothing."""
     wanted = wanted_by(job)
     clients = [job.task.client(name) for name in trees]
-    plain = {c.name: job.setup.plain[arch] for arch, members in federation.by_arch(clients).items() for c in members}
+    plain = {c.name: job.setup.plain[arch] for arch, members in session.by_arch(clients).items() for c in members}
     chosen: dict[str, Tensor] = {}
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for client in clients:
@@ -56,14 +56,15 @@ def save_features(job: Job, federation: Federation, trees: Mapping[str, Tree], r
         chosen[client.name] = positions_of(len(samples), wanted.at_most, job.seed, client.name)
         few = replace(samples, index=samples.index[chosen[client.name]])
         if len(few):
-            parts.append(_outputs(plain[client.name], trees[client.name], few, federation.compute))
+            parts.append(outputs(plain[client.name], trees[client.name], few, session.compute))
     widths = sorted({features.shape[1] for features, _, _ in parts})
     if len(widths) != 1:
         why = f"networks give {' and '.join(map(str, widths))} features" if widths else "there are no test images"
         say.note(f"{job.title}: no features are saved, because {why}")
         return
     owners = torch.tensor([number for number, own in enumerate(chosen.values()) for _ in own])
-    features, labels, answers = (torch.cat(part) for part in zip(*parts, strict=True))
+    features, logits, labels = (torch.cat(part) for part in zip(*parts, strict=True))
+    answers = logits.argmax(1)
     strangers = tuple(client.name for client in job.task.unseen if client.name in chosen)
     positions = torch.cat(list(chosen.values()))
     names, classes = tuple(chosen), job.task.classes
@@ -71,9 +72,9 @@ def save_features(job: Job, federation: Federation, trees: Mapping[str, Tree], r
     job.folder.write(FEATURES, made.as_bytes())
 
 
-def _outputs(adapter: Adapter, deployed: Tree, samples: Samples, compute: Compute) -> tuple[Tensor, Tensor, Tensor]:
-    """Features, labels and predictions of these images, without adaptation, in inference mode."""
+def outputs(adapter: Adapter, deployed: Tree, samples: Samples, compute: Compute) -> tuple[Tensor, Tensor, Tensor]:
+    """Features, logits and labels of all these images (at least one), without adaptation."""
     shown = list(predictions(adapter, deployed, samples, Setting("stored"), 0, compute))
-    features = torch.cat([output.features.flatten(1) for output, _, _ in shown])
-    answers = torch.cat([output.logits.argmax(1) for output, _, _ in shown])
-    return features.float().cpu(), torch.cat([labels for _, labels, _ in shown]).cpu(), answers.cpu()
+    features = torch.cat([output.features.flatten(1) for output, _, _ in shown]).float().cpu()
+    logits = torch.cat([output.logits for output, _, _ in shown]).cpu()
+    return features, logits, torch.cat([labels for _, labels, _ in shown]).cpu()

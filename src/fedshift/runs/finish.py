@@ -10,6 +10,7 @@ from fedshift.runs.evaluate import annotate, score
 from fedshift.runs.flops import count
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
+from fedshift.runs.session import Session
 from fedshift.runs.train import train
 from fedshift.store.costs import measured, published_by
 from fedshift.store.folder import COSTS
@@ -17,18 +18,19 @@ from fedshift.store.folder import COSTS
 
 def finish(jobs: Sequence[Job], engine: Engine, compute: Compute, resume: bool, say: Reporter) -> None:
     """Train these runs together, then bring the scores and the ledger of each up to date; what is there stays."""
-    train(jobs, engine, compute, resume, say)
-    for job in jobs:
-        score(job, engine, compute, say)
-        _account(job, engine, compute, say)
+    sessions = [job.session(engine, compute, say) for job in jobs]
+    train(jobs, sessions, resume, say)
+    for job, session in zip(jobs, sessions, strict=True):
+        score(job, session, say)
+        _account(job, session, say)
         annotate(job)
 
 
-def _account(job: Job, engine: Engine, compute: Compute, say: Reporter) -> None:
+def _account(job: Job, session: Session, say: Reporter) -> None:
     """The cost ledger: what can be counted, and what all rounds, also those before an interruption, were like."""
     if job.folder.costs() is not None:
         return
     say.doing(f"{job.title}: counting costs")
-    counted = count(job.federation(engine, compute, say), job.rounds)
+    counted = count(session, job.rounds)
     costs = measured(counted, job.folder.lines(), published_by(job.folder.scores()))
     job.folder.write(COSTS, json.dumps(costs.as_dict(), indent=1) + "\n")

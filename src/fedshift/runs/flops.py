@@ -21,14 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedshift.core.method import Method, Now, Phase
-from fedshift.core.schedule import Plan, draw, fitting, seeds_for
+from fedshift.core.context import Context, Phase
+from fedshift.core.method import Method
 from fedshift.core.tree import Tensors, Tree, map_tree
 from fedshift.data.task import Client, Task
 from fedshift.engines import augment
 from fedshift.engines.base import Compute
-from fedshift.engines.reference import begin, hand_over, moment, schedule_of, still_valid
-from fedshift.runs.session import Federation
+from fedshift.engines.reference import hand_over, now_of, schedule_of, start_phase, still_valid
+from fedshift.engines.schedule import Plan, draw, fitting, seeds_for
+from fedshift.runs.session import Session
 from fedshift.store.costs import Costs
 
 T = TypeVar("T")
@@ -52,10 +53,10 @@ class Spent:
     up: Tree  # what the server is given
 
 
-def count(federation: Federation, rounds: int) -> Costs:
+def count(session: Session, rounds: int) -> Costs:
     """The part of the ledger that needs no training; what cannot be counted is None, with a note."""
-    members = federation.by_arch(federation.training.clients)
-    sizes = [(len(clients), network_size(federation, name)) for name, clients in members.items()]
+    members = session.by_arch(session.training.clients)
+    sizes = [(len(clients), network_size(session, name)) for name, clients in members.items()]
     costs = Costs(
         parameters=_mean((n, parameters) for n, (parameters, _) in sizes),
         bytes_network=_mean((n, size) for n, (_, size) in sizes),
@@ -63,38 +64,38 @@ def count(federation: Federation, rounds: int) -> Costs:
     problem = None
     for device in (torch.device("meta"), torch.device("cpu")):
         try:
-            return _with_flops(costs, federation, rounds, Compute(device, federation.compute.dtype))
+            return _with_flops(costs, session, rounds, Compute(device, session.compute.dtype))
         except Exception as error:  # a network of the user's may fail in any way; the run must not
             problem = error
     reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
     return replace(costs, notes=(f"FLOPs and memory of a step could not be counted ({reason})",))
 
 
-def network_size(federation: Federation, arch: str) -> tuple[int, int]:
+def network_size(session: Session, arch: str) -> tuple[int, int]:
     """Parameters of a network, and its bytes with buffers."""
-    tensors = federation.initial[arch]
-    parameters = federation.setup.methods[arch].arch.parameters
+    tensors = session.initial[arch]
+    parameters = session.setup.methods[arch].arch.parameters
     size = sum(leaf.numel() * leaf.element_size() for leaf in tensors.values())
     return sum(tensors[name].numel() for name in parameters), size
 
 
-def _with_flops(costs: Costs, federation: Federation, rounds: int, compute: Compute) -> Costs:
+def _with_flops(costs: Costs, session: Session, rounds: int, compute: Compute) -> Costs:
     """The ledger with FLOPs and the memory of a step: means over clients, networks and rounds."""
     works: list[tuple[int, Spent]] = []  # weighted by clients and rounds
     ends: list[tuple[int, Spent]] = []
-    for arch, clients in federation.by_arch(federation.training.clients).items():
-        method = federation.setup.methods[arch]
-        for phases, when in _distinct(method, federation, rounds).items():
-            first = federation.moment(when[0])
-            works.append((len(when) * len(clients), _local(federation, clients, phases, first, compute)))
-    for arch, clients in federation.by_arch(federation.task.clients).items():
-        last = replace(federation.moment(rounds), final=True)
-        phases = federation.setup.methods[arch].final_phases()
-        ends.append((len(clients), _local(federation, clients, phases, last, compute)))
+    for arch, clients in session.by_arch(session.training.clients).items():
+        method = session.setup.methods[arch]
+        for phases, when in _distinct(method, session, rounds).items():
+            first = session.context(when[0])
+            works.append((len(when) * len(clients), _local(session, clients, phases, first, compute)))
+    for arch, clients in session.by_arch(session.task.clients).items():
+        last = replace(session.context(rounds), stage="final")
+        phases = session.setup.methods[arch].last_phases(last)
+        ends.append((len(clients), _local(session, clients, phases, last, compute)))
     steps: dict[str, float] = {}
     for _, work in works:
         steps |= {name: max(flops, steps.get(name, 0)) for name, flops in work.steps.items()}
-    server = _aggregation(federation, rounds, compute) if works else None
+    server = _aggregation(session, rounds, compute) if works else None
     unknown = works and server is None
     return replace(
         costs,
@@ -108,20 +109,20 @@ def _with_flops(costs: Costs, federation: Federation, rounds: int, compute: Comp
     )
 
 
-def _aggregation(federation: Federation, rounds: int, compute: Compute) -> int | None:
+def _aggregation(session: Session, rounds: int, compute: Compute) -> int | None:
     """FLOPs of the server in the last round, of as many messages as come up; None if they cannot be counted."""
-    now, come = federation.moment(rounds - 1), federation.participants(rounds - 1)
+    ctx, come = session.context(rounds - 1), session.participants(rounds - 1)
     sent: dict[str, Tree] = {}  # by architecture
-    for arch, clients in federation.by_arch(come).items():
-        phases = federation.setup.methods[arch].phases(now)
-        sent[arch] = _local(federation, clients, phases, now, compute).up
-    owners = {client.name: arch for arch, clients in federation.by_arch(come).items() for client in clients}
+    for arch, clients in session.by_arch(come).items():
+        phases = session.setup.methods[arch].phases(ctx)
+        sent[arch] = _local(session, clients, phases, ctx, compute).up
+    owners = {client.name: arch for arch, clients in session.by_arch(come).items() for client in clients}
     for device in (compute.device, torch.device("cpu")):  # a server that looks at numbers gets some
         there = {arch: _given_numbers(up) if device.type == "cpu" else up for arch, up in sent.items()}
         ups = {client.name: there[owners[client.name]] for client in come}
-        server = _copied(federation.start().server, Compute(device, compute.dtype))
+        server = _copied(session.start().server, Compute(device, compute.dtype))
         with suppress(Exception):  # meta tensors refuse in many ways, and a method of the user's may do anything
-            return tally(partial(federation.aggregated, server, ups, now))[1].flops
+            return tally(partial(session.aggregated, server, ups, ctx))[1].flops
     return None
 
 
@@ -139,30 +140,30 @@ def _given_numbers(tree: Tree) -> Tree:
     return map_tree(numbers, tree)
 
 
-def _distinct(method: Method, federation: Federation, rounds: int) -> dict[tuple[Phase, ...], list[int]]:
+def _distinct(method: Method, session: Session, rounds: int) -> dict[tuple[Phase, ...], list[int]]:
     """The different sequences of phases a run has, and the rounds that have them."""
     found: dict[tuple[Phase, ...], list[int]] = {}
     for number in range(rounds):
-        found.setdefault(method.phases(federation.moment(number)), []).append(number)
+        found.setdefault(method.phases(session.context(number)), []).append(number)
     return found
 
 
 def _local(
-    federation: Federation, clients: Sequence[Client], phases: tuple[Phase, ...], now: Now, compute: Compute
+    session: Session, clients: Sequence[Client], phases: tuple[Phase, ...], ctx: Context, compute: Compute
 ) -> Spent:
     """One full batch of every phase by the largest client, multiplied out to the batches of all clients."""
-    task = federation.task if now.final else federation.training
+    task = session.task if ctx.ending else session.training
     client = max(clients, key=lambda one: len(one.train))
-    plan = Plan(phases, now, federation.seed)
-    method, down, mine = federation.first_errand(client, now)
+    plan = Plan(phases, ctx, session.seed)
+    method, down, local = session.first_errand(client, ctx)
     total, memory = 0.0, 0
     steps: dict[str, int] = {}
     features: dict[tuple[str, str], Tensor] = {}
     with torch.random.fork_rng(devices=[]):
-        state = method.client_init(_copied(down, compute), _copied(mine, compute))
+        state = method.begin(_copied(down, compute), _copied(local, compute))
         for phase in phases:
             held, seen, full = _samples(method, phase, task, clients, plan)
-            state = begin(method, state, phase, moment(method, task, client, plan, 1, compute))
+            state = start_phase(method, state, phase, now_of(method, task, client, plan, 1, compute))
             features = still_valid(features, phase)
             if not full:
                 continue
@@ -182,7 +183,7 @@ def _local(
             total, memory = total + took.flops * seen / full, max(memory, took.memory)
             name = f"{phase.slot}/{phase.name}"
             steps[name] = max(took.flops, steps.get(name, 0))
-        up, _ = hand_over(method, state, _copied(down, compute), _copied(mine, compute), plan)
+        up, _ = hand_over(method, state, _copied(down, compute), _copied(local, compute), plan)
     return Spent(total / len(clients), steps, memory, up)
 
 

@@ -1,8 +1,11 @@
-"""A finished run made again from its folder: its task, its method and its state."""
+"""A finished run opened from its folder: for show, join, inspect, export, deployment and serving alike."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,62 +14,121 @@ import torch
 from fedshift.data.pool import Pool
 from fedshift.data.task import Task
 from fedshift.errors import UserError
-from fedshift.experiment.schema import Experiment
-from fedshift.results.collect import points_of
+from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec
+from fedshift.runs.deployment import Deployment, Snapshot, entries_of, unseen_phases
+from fedshift.runs.evaluate import adapters_of
 from fedshift.runs.identity import FORMAT, check_code, experiment_of, fingerprint
 from fedshift.runs.plan import Job
-from fedshift.runs.setup import Network, make_setup, make_task
-from fedshift.store.folder import RunFolder, read_config, title_of
+from fedshift.runs.setup import Network, Setup, make_setup, make_task, placeholder
+from fedshift.store.folder import RunFolder, find_runs, read_config, title_of
 from fedshift.store.state import State
 
 SELECTIONS = ("best-val", "last")
 
 
-def names_of(folders: Sequence[Path]) -> dict[Path, str]:
-    """What runs are called: the method, and what else tells them apart; seeds share a name."""
-    configs = {path: read_config(path) for path in folders}
-    points = points_of(configs)
-    return {
-        path: ", ".join([title_of(config), *(f"{key} = {value}" for key, value in points[path])])
-        for path, config in configs.items()
-    }
+@dataclass(frozen=True)
+class OpenRun:
+    """A run folder read back; what needs the run's data or its snapshot is made when it is asked for."""
+
+    folder: RunFolder
+    config: Mapping[str, Any]
+    experiment: Experiment
+    network: Network | None = field(default=None, repr=False)  # the user's own, if it was trained with one
+
+    @property
+    def spec(self) -> MethodSpec:
+        """The method's words."""
+        (spec,) = self.experiment.method
+        return spec
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return int(self.config["seed"])
+
+    @cached_property
+    def scored(self) -> dict[str, AdapterSpec]:
+        """The adapters the run was scored with, by label."""
+        return adapters_of(self.folder.scores())
+
+    def snapshot(self, adapter: str = "") -> Snapshot:
+        """What it keeps for unseen clients, of the round this adapter chose if it chose its own."""
+        return Snapshot.load(self.folder.path, adapter)
+
+    @cached_property
+    def setup(self) -> Setup:
+        """Its method and networks, without its data."""
+        snapshot, spec = self.snapshot(), self.spec
+        lost = _lost_weights(self.experiment, spec)
+        if lost:  # only where a network starts from: what was trained is in the run folder
+            spec = spec.model_copy(update={"model": {**spec.model, "weights": ""}})
+        setup = make_setup(self.experiment, spec, placeholder(snapshot.shape, snapshot.classes), self.network)
+        if lost and any(unseen_phases(method, snapshot.ctx) for method in setup.methods.values()):
+            raise UserError(
+                f"an unseen client of {spec.title!r} starts from the weights file {lost}, which is not there"
+            )
+        check_code(self.config, setup, self.folder.path)
+        if {name: entries_of(method.arch) for name, method in setup.methods.items()} != snapshot.networks:
+            raise UserError(
+                f"{self.folder.path} was trained with another network than its config.toml makes now; if it is your own, "
+                "join in Python: fedshift.join.join(..., network=...)"
+            )
+        return setup
+
+    def deployment(self, adapter: str = "") -> Deployment:
+        """The deployment of its snapshot, for unseen clients."""
+        return self.snapshot(adapter).deployment(self.setup)
+
+    def job(self, known: Task | None = None, data: Pool | Task | None = None) -> Job:
+        """The job whose folder this is, with its data; ``known`` is its task where that is this run's.
+
+        A UserError says what is not what it was: the settings' format, the data or the network.
+        """
+        path = self.folder.path
+        try:
+            made_by, wanted, networks = (self.config[key] for key in ("format", "task-hash", "networks"))
+        except KeyError as error:
+            raise UserError(f"{path / 'config.toml'} is not a run's: it has no {error.args[0]!r}") from None
+        if made_by != FORMAT:
+            raise UserError(f"{path} was made by another version of fedshift, whose numbers this one cannot make again")
+        task = known if known is not None and known.hash == wanted else self._task(wanted, data)
+        setup = make_setup(self.experiment, self.spec, task, self.network)
+        check_code(self.config, setup, path)
+        if {name: fingerprint(method.arch, self.seed) for name, method in setup.methods.items()} != dict(networks):
+            raise UserError(
+                f"{path} trained another network than the one its settings make now; pass its network in Python"
+            )
+        point = dict(self.config.get("sweep-point") or {})
+        return Job(self.experiment, point, setup, task, self.seed, self.folder, self.config)
+
+    def _task(self, wanted: Any, data: Pool | Task | None) -> Task:
+        path = self.folder.path
+        try:
+            task = make_task(self.experiment, self.seed, data)
+        except UserError as error:
+            raise UserError(f"the data of {path} cannot be made again: {error}") from None
+        if task.hash != wanted:
+            raise UserError(
+                f"the data of {path} are not there any more: its settings give task {task.hash} now, "
+                f"it was trained on {wanted}"
+            )
+        return task
 
 
-def rebuilt(
-    path: Path, known: Task | None = None, network: Network | None = None, data: Pool | Task | None = None
-) -> Job:
-    """The job whose folder this is; ``known`` is its task where that is this run's, ``network`` and ``data`` as in a run.
+def open_run(path: str | Path, network: Network | None = None) -> OpenRun:
+    """Open a run folder; ``network`` is the user's own, if it was trained with one.
 
-    A UserError says what is not what it was: the settings' format, the data or the network.
+    >>> import tempfile
+    >>> from fedshift import Experiment, run
+    >>> tiny = Experiment(rounds=1, baselines=False, data={"size": 8}, model={"name": "mlp", "hidden": [8]})
+    >>> result = run(tiny, out=tempfile.mkdtemp(), engine="sequential")
+    >>> opened = open_run(result.folders[0])
+    >>> opened.spec.title, opened.seed, list(opened.scored)
+    ('fedavg', 0, ['none'])
     """
-    config = read_config(path)
-    try:
-        made_by, seed, wanted, networks = (config[key] for key in ("format", "seed", "task-hash", "networks"))
-    except KeyError as error:
-        raise UserError(f"{path / 'config.toml'} is not a run's: it has no {error.args[0]!r}") from None
-    if made_by != FORMAT:
-        raise UserError(f"{path} was made by another version of fedshift, whose numbers this one cannot make again")
-    experiment = experiment_of(config, path)
-    task = known if known is not None and known.hash == wanted else _task(path, experiment, seed, wanted, data)
-    setup = make_setup(experiment, experiment.method[0], task, network)
-    check_code(config, setup, path)
-    if {name: fingerprint(method.arch, seed) for name, method in setup.methods.items()} != dict(networks):
-        raise UserError(
-            f"{path} trained another network than the one its settings make now; pass its network in Python"
-        )
-    return Job(experiment, dict(config.get("sweep-point") or {}), setup, task, seed, RunFolder(path), config)
-
-
-def _task(path: Path, experiment: Experiment, seed: int, wanted: Any, data: Pool | Task | None) -> Task:
-    try:
-        task = make_task(experiment, seed, data)
-    except UserError as error:
-        raise UserError(f"the data of {path} cannot be made again: {error}") from None
-    if task.hash != wanted:
-        raise UserError(
-            f"the data of {path} are not there any more: its settings give task {task.hash} now, it was trained on {wanted}"
-        )
-    return task
+    folder = Path(path)
+    config = read_config(folder)
+    return OpenRun(RunFolder(folder), config, experiment_of(config, folder), network)
 
 
 def state_of(folder: RunFolder, select: str, device: torch.device, adapter: str = "") -> State:
@@ -77,3 +139,44 @@ def state_of(folder: RunFolder, select: str, device: torch.device, adapter: str 
         return folder.best(device, adapter) if select == "best-val" else folder.last(device)
     except IndexError:
         raise UserError(f"{folder.path} has no saved state any more") from None
+
+
+def _lost_weights(experiment: Experiment, spec: MethodSpec) -> str:
+    """The file a network started from, if it is not on this machine."""
+    files = [str({**model.options(), **spec.model}.get("weights", "")) for model in experiment.models]
+    return next((file for file in files if file and not Path(os.path.expandvars(file)).expanduser().is_file()), "")
+
+
+def choose_run(path: Path, method: str | None = None, seed: int | None = None) -> Path:
+    """The one finished run that is meant: a run folder, or one below a folder, by method and seed if there are several."""
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is not a run folder")
+    if (path / "metrics.jsonl").is_file() and not (path / "done").is_file():
+        raise UserError(f"{path} is not finished: go on with fedshift run ... --resume")
+    runs = {run: _identity(run) for run in find_runs(path)}
+    wanted = {
+        run for run, (title, number) in runs.items() if method in (None, title) and (seed is None or seed == number)
+    }
+    if len(wanted) == 1:
+        return wanted.pop()
+    asked = [f"method {method!r}"] * (method is not None) + [f"seed {seed}"] * (seed is not None)
+    listed = _listed([run.relative_to(path).as_posix() for run in runs if run in wanted or not wanted])
+    if not wanted:
+        raise UserError(f"{path} has no finished run of {' and '.join(asked)}; it has: {listed}")
+    raise UserError(
+        f"{path} holds {len(wanted)} finished runs, and a client joins one: add --method and --seed, or name one of them: "
+        f"{listed}"
+    )
+
+
+def _identity(run: Path) -> tuple[str, int]:
+    """A run's method and seed."""
+    config = read_config(run)
+    try:
+        return title_of(config), int(config["seed"])
+    except (LookupError, TypeError, AttributeError, ValueError):
+        raise UserError(f"{run / 'config.toml'} is not a run's") from None
+
+
+def _listed(names: Sequence[str], most: int = 30) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

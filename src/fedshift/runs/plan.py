@@ -1,18 +1,22 @@
-"""One training of an experiment: a method of one variant under one seed, and where it lies."""
+"""What an experiment will run: one job for every method, variant and seed, made and checked before anything runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+from fedshift.data.pool import Pool
 from fedshift.data.task import Task
 from fedshift.engines.base import Compute, Engine
+from fedshift.errors import UserError
 from fedshift.experiment.schema import Experiment
+from fedshift.runs.identity import config_of
 from fedshift.runs.progress import Reporter
-from fedshift.runs.session import Federation
-from fedshift.runs.setup import Setup
+from fedshift.runs.session import Session
+from fedshift.runs.setup import Network, Setup, make_setup, make_task, with_baselines
 from fedshift.store.folder import RunFolder
 
 
@@ -48,12 +52,66 @@ class Job:
         """Whose model is scored: everybody's, or each client's own."""
         return "personal" if self.setup.method.personal else "global"
 
-    def federation(self, engine: Engine, compute: Compute, say: Reporter) -> Federation:
-        """The federation that trains it."""
+    def session(self, engine: Engine, compute: Compute, say: Reporter) -> Session:
+        """The session that trains it."""
         variant, note = (
             self.experiment,
             cache(lambda text: say.note(f"{self.title}: {text}")),
         )  # each thing is said once
-        return Federation(
-            self.setup, self.task, engine, compute, self.seed, variant.rounds, variant.participation, note
-        )
+        return Session(self.setup, self.task, engine, compute, self.seed, variant.rounds, variant.participation, note)
+
+
+def planned(
+    experiment: Experiment, out: Path, network: Network | None, data: Pool | Task | None, say: Reporter
+) -> Iterator[Job]:
+    """Everything that will be run, made and checked before anything runs."""
+    name = experiment.name or "experiment"
+    for point, variant in experiment.variants():
+        for seed in variant.seeds:
+            say.doing(f"preparing data, seed {seed}")
+            task = make_task(variant, seed, data)
+            _check_means(variant, task)
+            for spec in with_baselines(variant):
+                setup = make_setup(variant, spec, task, network)
+                if len(setup.methods) > 1:  # methods that cannot mix networks say so here
+                    setup.method.init_server(
+                        {name: m.arch.init(0) for name, m in setup.methods.items()}, (), task.ids[:0]
+                    )
+                setup.method.prepare_task(task)  # a method refuses a task it cannot work on now, not after hours
+                config = config_of(variant, spec, point, seed, task, setup)
+                yield Job(variant, point, setup, task, seed, RunFolder.of(out, name, spec.title, seed, config), config)
+
+
+def _check_means(variant: Experiment, task: Task) -> None:
+    """A task of the user's own need not have the streams the experiment names."""
+    for name in variant.evaluate.mean_of:
+        if name not in task.streams:
+            raise UserError(f"[evaluate] mean-of: the task has no stream {name!r}; it has: {', '.join(task.streams)}")
+    if "mean" in task.streams:
+        raise UserError("a stream cannot be called 'mean'")
+
+
+def check_unfinished(jobs: Sequence[Job], resume: bool, restart: bool) -> None:
+    """Refuse to throw work away silently."""
+    paths = [job.folder.path for job in jobs]
+    twice = next((path for path in paths if paths.count(path) > 1), None)
+    if twice is not None:
+        raise UserError(f"two parts of this experiment are the same run ({twice}); remove one of them")
+    if resume or restart:
+        return
+    for job in jobs:
+        if not job.folder.done and job.folder.checkpoints():
+            state = job.folder.checkpoints()[-1].stem.removeprefix("ckpt-")
+            raise UserError(
+                f"{job.folder.path} was interrupted after round {int(state)} of {job.rounds}: add --resume to "
+                "go on, or --restart to begin again"
+            )
+
+
+def check_writable(out: Path, jobs: Sequence[Job]) -> None:
+    """Find out before hours of training, not after."""
+    try:
+        for job in jobs:
+            job.folder.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{out} cannot hold the runs ({error.strerror}); choose another folder with --out") from None

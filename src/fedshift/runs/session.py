@@ -1,4 +1,4 @@
-"""One federation in training: rounds, evaluation, and the whole state as trees."""
+"""A run in memory: one method on one task under one seed. It trains, settles and evaluates."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from fedshift.core import rng
 from fedshift.core.adapter import Adapter
-from fedshift.core.method import Method, Now, Phase
-from fedshift.core.schedule import Plan
+from fedshift.core.context import Context, ServerContext
+from fedshift.core.method import Method
 from fedshift.core.tree import Tensors, Tree, float_bytes, to
 from fedshift.data.task import Client, Task
 from fedshift.engines.base import Compute, Engine, Reply, Score
 from fedshift.engines.parallel import Parallel
-from fedshift.engines.reference import facts_of, pixels
+from fedshift.engines.reference import info_of, pixels
+from fedshift.engines.schedule import Plan
 from fedshift.engines.vmapped.multi_seed import Errand, Together
+from fedshift.runs.deployment import Deployment
 from fedshift.runs.memory import memory_so_far, resident_peak
 from fedshift.runs.setup import Setup
 from fedshift.store.state import State
@@ -34,32 +35,23 @@ class RoundReport:
     bytes_down: int
     bytes_up: int
     seconds: float
-    left_out: tuple[str, ...]  # clients whose loss or update was not finite
-    memory: Mapping[str, int] = field(default_factory=dict)  # see fedshift.store.costs.memory_so_far
-    told: Mapping[str, float] = field(default_factory=dict)  # by the server about its own work
+    diverged: tuple[str, ...]  # clients whose loss or update was not finite
+    memory: Mapping[str, int] = field(default_factory=dict)  # see fedshift.runs.memory.memory_so_far
+    server: Mapping[str, float] = field(default_factory=dict)  # the server's numbers about its own work
 
 
 @dataclass(frozen=True)
 class Begun:
     """A round after everything was sent and before anything was trained."""
 
-    now: Now
+    ctx: Context
     clients: Sequence[Client]
     downs: Mapping[str, Tree]
     started: float
 
 
-@dataclass(frozen=True)
-class Settled:
-    """A federation after its last training steps."""
-
-    server: Tree  # with what clients published
-    mines: Mapping[str, Tree]
-    published: int  # bytes
-
-
-class Federation:
-    """A method on a task under a seed; all of its methods are functions of the state they are given."""
+class Session:
+    """One run; all of its methods are functions of the state they are given."""
 
     def __init__(
         self,
@@ -76,31 +68,28 @@ class Federation:
         self.setup, self.task, self.engine, self.compute = setup, task, engine, compute
         self.seed, self.rounds, self.participation = seed, rounds, participation
         self.training = setup.method.prepare_task(task)  # whose clients train
-        self._numbers = {client.name: i for i, client in enumerate(self.training.clients)}
-        # networks are dealt to clients in turn, and to those nobody has seen again from the first one on
-        self._places = {**{client.name: i for i, client in enumerate(task.unseen)}, **self._numbers}
-        self._resident = resident_peak()
-        self._initial = {
-            name: self._tensors(method.arch.init(rng.seed_of(seed, "init"))) for name, method in setup.methods.items()
+        self._trains = frozenset(client.name for client in self.training.clients)
+        # networks are dealt to clients in turn, and to unseen ones again from the first one on
+        self._places = {
+            **{client.name: i for i, client in enumerate(task.unseen)},
+            **{client.name: i for i, client in enumerate(self.training.clients)},
         }
+        self._resident = resident_peak()
+        self.initial = setup.initial(seed, compute)  # what everybody starts from, by architecture
 
-    @property
-    def initial(self) -> Mapping[str, Tensors]:
-        """What everybody starts from, by architecture."""
-        return self._initial
-
+    # ---- rounds --------------------------------------------------------------------------------------------------------
     def start(self) -> State:
         """Before the first round."""
         clients = tuple(client.name for client in self.training.clients)
-        server = self.setup.method.server_init(self._initial, clients)
-        if self.training.public is not None:
-            server = self.setup.method.public_init(server, self.training.ids[self.training.public])
+        shared = self.training.public
+        public = torch.zeros(0, dtype=torch.int64) if shared is None else self.training.ids[shared]
+        server = self.setup.method.init_server(self.initial, clients, public)
         return State(0, to({**server}, self.compute.device))
 
     def step(self, state: State) -> tuple[State, RoundReport]:
         """One round: send, train locally, aggregate."""
         begun = self.begun(state)
-        replies = self._train(state, begun.clients, begun.downs, begun.now)
+        replies = self._train(state, begun.clients, begun.downs, begun.ctx)
         return self.ended(state, begun, replies)
 
     def begun(self, state: State) -> Begun:
@@ -108,68 +97,100 @@ class Federation:
         started = time.perf_counter()
         if self.compute.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.compute.device)
-        now = self.now(state)
+        ctx = self.context(state.round)
         clients = self.participants(state.round)
-        downs = {c.name: self.setup.method.broadcast(state.server, c.name, now) for c in clients}
-        return Begun(now, clients, downs, started)
+        return Begun(ctx, clients, self._downs(state.server, clients, ctx), started)
 
     def errand(self, state: State, begun: Begun) -> Errand:
         """The clients' work between the two halves, for an engine that does that of several federations at once."""
-        mines = {c.name: self._mine(state, c, begun.now) for c in begun.clients}
-        return Errand(begun.downs, mines, Plan(self.setup.method.phases(begun.now), begun.now, self.seed))
+        own = {client.name: self._local(state, client, begun.ctx) for client in begun.clients}
+        return Errand(begun.downs, own, Plan(self.setup.method.phases(begun.ctx), begun.ctx, self.seed))
 
     def ended(
         self, state: State, begun: Begun, replies: Mapping[str, Reply], beside: int = 1
     ) -> tuple[State, RoundReport]:
         """The second half: aggregate; ``beside`` federations shared the time."""
         sound = {name: reply for name, reply in replies.items() if reply.finite}
-        server = state.server
+        server, metrics = state.server, dict[str, torch.Tensor]()
         if sound:
-            server = self.aggregated(server, {name: reply.up for name, reply in sound.items()}, begun.now)
-        kept = {name: reply.mine for name, reply in sound.items() if reply.mine}
+            server, metrics = self.aggregated(server, {name: reply.up for name, reply in sound.items()}, begun.ctx)
+        kept = {name: reply.local for name, reply in sound.items() if reply.local}
         report = RoundReport(
             participants=len(begun.clients),
             loss=self._mean_loss(sound),
             bytes_down=sum(float_bytes(down) for down in begun.downs.values()),
             bytes_up=sum(float_bytes(reply.up) for reply in replies.values()),
             seconds=(time.perf_counter() - begun.started) / beside,
-            left_out=tuple(name for name in replies if name not in sound),
+            diverged=tuple(name for name in replies if name not in sound),
             memory=self._memory() if beside == 1 else {},  # others' is in it
-            told={name: float(value) for name, value in self.setup.method.told(server).items()},
+            server={name: float(value) for name, value in metrics.items()},
         )
-        return State(state.round + 1, server, {**state.mines, **kept}), report
+        return State(state.round + 1, server, {**state.locals, **kept}), report
 
-    def aggregated(self, server: Tree, ups: Mapping[str, Tree], now: Now) -> Tree:
-        """The server after these clients' messages."""
+    def aggregated(self, server: Tree, ups: Mapping[str, Tree], ctx: Context) -> tuple[Tree, Tensors]:
+        """The server after these clients' messages, and its numbers about that."""
         samples = torch.tensor([float(len(self.training.client(name).train)) for name in ups])
-        draws = {"seed": torch.tensor(rng.seed_of(self.seed, now.round, "server"))}
-        return self.setup.method.aggregate(server, ups, self._moment(now, samples), draws)
+        seed = rng.seed_of(self.seed, ctx.round, "server")
+        whole = ServerContext(ctx.round, ctx.rounds, ctx.clients, ctx.stage, samples=samples, seed=seed)
+        return self.setup.method.aggregate(server, ups, whole)
 
-    def now(self, state: State) -> Now:
-        """Where in the run this state is."""
-        return self.moment(state.round)
-
-    def moment(self, number: int) -> Now:
+    def context(self, number: int) -> Context:
         """Where in the run round ``number`` (from 0) is."""
-        return Now(number, self.rounds, len(self.task.clients))
+        return Context(number, self.rounds, len(self.task.clients))
+
+    def participants(self, number: int) -> list[Client]:
+        """Who takes part in round ``number`` (from 0)."""
+        clients = self.training.clients
+        count = max(1, math.floor(self.participation * len(clients) + 0.5))
+        if count == len(clients):
+            return list(clients)
+        chosen = rng.permutation(rng.seed_of(self.seed, number, "participants"), len(clients))[:count]
+        return [clients[i] for i in chosen.sort().values.tolist()]
 
     def by_arch(self, clients: Sequence[Client]) -> dict[str, list[Client]]:
         """These clients by their architecture, which is never one without clients."""
-        members = {arch: [client for client in clients if self._arch(client) == arch] for arch in self.setup.methods}
+        members = {arch: [client for client in clients if self.arch_of(client) == arch] for arch in self.setup.methods}
         return {arch: own for arch, own in members.items() if own}
 
-    def first_errand(self, client: Client, now: Now) -> tuple[Method, Tree, Tree]:
-        """What a client would start local work with if this were its first: method, message and private memory."""
-        down = self.setup.method.broadcast(self.start().server, client.name, now)
-        return self._method(client), down, self._birth(client, now)
+    def first_errand(self, client: Client, ctx: Context) -> tuple[Method, Tree, Tree]:
+        """What a client would start local work with if this were its first: method, message and local state."""
+        down = self.setup.method.broadcast(self.start().server, client.name, ctx)
+        return self.method_of(client), down, self._first_local(client, ctx)
 
     # ---- what clients serve with ---------------------------------------------------------------------------------------
-    def deployed(self, state: State, settled: Settled | None = None) -> dict[str, Tree]:
-        """Every client's model: what it would receive now and its private memory, after the final phases."""
-        last = settled or self.settled(state)
-        now = self._at_the_end(state)
-        downs = {c.name: self.setup.method.broadcast(last.server, c.name, now) for c in self.task.clients}
-        return {c.name: self._method(c).deployed(downs[c.name], last.mines[c.name]) for c in self.task.clients}
+    def deploy(self, state: State) -> Deployment:
+        """The models of this state: all clients take the last phases, and give away what they give to the others."""
+        ctx = replace(self.context(state.round), stage="final")
+        clients = self.task.clients
+        own = {client.name: self._local(state, client, ctx) for client in clients}
+        downs = self._downs(state.server, clients, ctx)
+        gifts: dict[str, Tree] = {}
+        replies = self._train(state, clients, downs, ctx) if self.setup.method.last_phases(ctx) else {}
+        self._name_failed(replies)
+        for client in clients:
+            reply = replies.get(client.name)
+            if reply is not None and reply.finite:
+                gifts[client.name], own[client.name] = reply.up, reply.local
+            else:
+                settled = self.method_of(client).settle(None, downs[client.name], own[client.name], ctx)
+                gifts[client.name], own[client.name] = settled
+        # who has never taken part has nothing trained to give
+        given = {name: gifts[name] for name in state.locals if gifts.get(name)}
+        return Deployment(
+            setup=self.setup,
+            ctx=ctx,
+            seed=self.seed,
+            server=self.setup.method.take_gifts(state.server, given),
+            locals=own,
+            networks={client.name: self.arch_of(client) for client in (*clients, *self.task.unseen)},
+            given_bytes=sum(float_bytes(gift) for gift in given.values()),
+        )
+
+    def unseen(self, deployment: Deployment) -> dict[str, Tree]:
+        """Models of the task's unseen clients; empty if nothing is offered to them."""
+        trees, failed = deployment.admit(self.task, self.engine, self.compute)
+        self._say_failed(failed)
+        return trees
 
     def after_local(self, state: State) -> dict[str, Tree]:
         """Every client's model right after one more local round, as some papers score it.
@@ -178,33 +199,18 @@ class Federation:
         """
         if self.training is not self.task:
             return {}
-        now = self.now(state)
-        downs = {c.name: self.setup.method.broadcast(state.server, c.name, now) for c in self.task.clients}
-        replies = self._train(state, self.task.clients, downs, now)
+        ctx = self.context(state.round)
+        downs = self._downs(state.server, self.task.clients, ctx)
+        replies = self._train(state, self.task.clients, downs, ctx)
         self._name_failed(replies)
         result: dict[str, Tree] = {}
         for client in self.task.clients:
             down, reply = downs[client.name], replies[client.name]
             if reply.finite:
                 down = {slot: {**leaves, **reply.up.get(slot, {})} for slot, leaves in down.items()}
-            mine = reply.mine if reply.finite else self._mine(state, client, now)
-            result[client.name] = self._method(client).deployed(down, mine)
+            own = reply.local if reply.finite else self._local(state, client, ctx)
+            result[client.name] = self.method_of(client).deployed(down, own)
         return result
-
-    def newcomers(self, state: State, settled: Settled | None = None) -> dict[str, Tree]:
-        """Models of clients nobody has seen; empty if nothing is offered to them."""
-        now = self._at_the_end(state)
-        down = self.setup.method.broadcast((settled or self.settled(state)).server, None, now)
-        result: dict[str, Tree] = {}
-        for arch, members in self.by_arch(self.task.unseen).items():
-            method = self.setup.methods[arch]
-            mines = {client.name: self._birth(client, now) for client in members}
-            trees, replies = welcomed(method, down, mines, self.task, self.engine, now, self.seed)
-            self._name_failed(replies)
-            if not all(set(method.arch.parameters) <= set(tree.get("model", {})) for tree in trees.values()):
-                return {}
-            result |= trees
-        return {client.name: result[client.name] for client in self.task.unseen}
 
     # ---- scores --------------------------------------------------------------------------------------------------------
     def evaluate(
@@ -213,14 +219,14 @@ class Federation:
         """Scores by (client, part); ``adapters`` are by architecture."""
         scores: dict[tuple[str, str], Score] = {}
         for name, adapter in adapters.items():
-            members = {c: tree for c, tree in deployed.items() if self._arch(self.task.client(c)) == name}
+            members = {c: tree for c, tree in deployed.items() if self.arch_of(self.task.client(c)) == name}
             if members:
-                ready = {c: self._prepared(adapter, tree, self.task.client(c)) for c, tree in members.items()}
+                ready = {c: self.prepared(adapter, tree, self.task.client(c)) for c, tree in members.items()}
                 scores |= self.engine.evaluate(adapter, ready, self.task, parts, rng.seed_of(self.seed, "adapter"))
         return scores
 
-    def _prepared(self, adapter: Adapter, tree: Tree, client: Client) -> Tree:
-        """What the adapter makes of the client's training data before deployment (nothing, for most)."""
+    def prepared(self, adapter: Adapter, tree: Tree, client: Client) -> Tree:
+        """A deployed tree with what the adapter makes of the client's training data before (nothing, for most)."""
         if type(adapter).prepare is Adapter.prepare or not len(client.train):
             return tree
         size = self.setup.train.batch_size
@@ -233,83 +239,53 @@ class Federation:
         )
         return {**tree, **adapter.prepare(tree, batches)}
 
-    def settled(self, state: State) -> Settled:
-        """All clients take the final phases, and publish what they give to each other and to newcomers."""
-        now = self._at_the_end(state)
-        method = self.setup.method
-        mines = {c.name: self._mine(state, c, now) for c in self.task.clients}
-        if method.final_phases():
-            downs = {c.name: method.broadcast(state.server, c.name, now) for c in self.task.clients}
-            replies = self._train(state, self.task.clients, downs, now)
-            self._name_failed(replies)
-            mines = {name: reply.mine if reply.finite else mines[name] for name, reply in replies.items()}
-        # who has never taken part has nothing trained to give
-        gifts = {name: gift for name in state.mines if name in mines and (gift := method.publish(mines[name]))}
-        published = sum(float_bytes(gift) for gift in gifts.values())
-        return Settled(method.welcome(state.server, gifts), mines, published)
+    def arch_of(self, client: Client) -> str:
+        """The name of a client's architecture."""
+        return self.setup.of(self._places.get(client.name, 0))[0]
 
-    def _at_the_end(self, state: State) -> Now:
-        return replace(self.now(state), final=True)
+    def method_of(self, client: Client) -> Method:
+        """The method on a client's architecture."""
+        return self.setup.of(self._places.get(client.name, 0))[1]
 
     # ---- inner ---------------------------------------------------------------------------------------------------------
-    def _train(self, state: State, clients: Sequence[Client], downs: Mapping[str, Tree], now: Now) -> dict[str, Reply]:
+    def _downs(self, server: Tree, clients: Sequence[Client], ctx: Context) -> dict[str, Tree]:
+        return {client.name: self.setup.method.broadcast(server, client.name, ctx) for client in clients}
+
+    def _train(
+        self, state: State, clients: Sequence[Client], downs: Mapping[str, Tree], ctx: Context
+    ) -> dict[str, Reply]:
         """Local work, one call of the engine per architecture; replies in client order."""
-        task = self.task if now.final else self.training
+        task = self.task if ctx.ending else self.training
         replies: dict[str, Reply] = {}
         for arch, members in self.by_arch(clients).items():
             method = self.setup.methods[arch]
-            phases: tuple[Phase, ...] = method.final_phases() if now.final else method.phases(now)
-            mines = {c.name: self._mine(state, c, now) for c in members}
-            plan = Plan(phases, now, self.seed)
-            replies |= self.engine.train(method, {c.name: downs[c.name] for c in members}, mines, task, plan)
+            phases = method.last_phases(ctx) if ctx.ending else method.phases(ctx)
+            own = {client.name: self._local(state, client, ctx) for client in members}
+            received = {client.name: downs[client.name] for client in members}
+            replies |= self.engine.train(method, received, own, task, Plan(phases, ctx, self.seed))
         return {client.name: replies[client.name] for client in clients}
 
     def _name_failed(self, replies: Mapping[str, Reply]) -> None:
+        self._say_failed([name for name, reply in replies.items() if not reply.finite])
+
+    def _say_failed(self, names: Sequence[str]) -> None:
         """Say whose last training steps came to nothing."""
-        for name in (name for name, reply in replies.items() if not reply.finite):
+        for name in names:
             self._note(f"client {name!r} is scored without its last training steps: their loss or update is not finite")
 
-    def participants(self, number: int) -> list[Client]:
-        """Who takes part in round ``number`` (from 0)."""
-        clients = self.training.clients
-        count = max(1, math.floor(self.participation * len(clients) + 0.5))
-        if count == len(clients):
-            return list(clients)
-        chosen = rng.permutation(rng.seed_of(self.seed, number, "participants"), len(clients))[:count]
-        return [clients[i] for i in chosen.sort().values.tolist()]
+    def _local(self, state: State, client: Client, ctx: Context) -> Tree:
+        found = state.locals.get(client.name)
+        return found if found is not None else self._first_local(client, ctx)
 
-    def _mine(self, state: State, client: Client, now: Now) -> Tree:
-        found = state.mines.get(client.name)
-        return found if found is not None else self._birth(client, now)
-
-    def _birth(self, client: Client, now: Now) -> Tree:
-        number = self._numbers.get(client.name, -1)
-        task = self.task if number < 0 else self.training
-        facts = facts_of(task, client, number, rng.seed_of(self.seed, "birth", client.name))
-        if task.public is not None:
-            facts = replace(facts, public=task.ids[task.public])
-        return to(self._method(client).birth(self._initial[self._arch(client)], facts, now), self.compute.device)
-
-    def _arch(self, client: Client) -> str:
-        return self.setup.of(self._places.get(client.name, 0))[0]
-
-    def _method(self, client: Client) -> Method:
-        return self.setup.of(self._places.get(client.name, 0))[1]
-
-    def _tensors(self, tensors: Tensors) -> Tensors:
-        return to({"model": tensors}, self.compute.device, self.compute.dtype)["model"]
+    def _first_local(self, client: Client, ctx: Context) -> Tree:
+        trains = client.name in self._trains
+        info = info_of(self.training if trains else self.task, client, self.seed, unseen=not trains)
+        model = self.initial[self.arch_of(client)]
+        return to(self.method_of(client).init_local(model, info, ctx), self.compute.device)
 
     def _memory(self) -> dict[str, int]:
         """Peak memory so far; what other processes need is not known here."""
         return {} if isinstance(self.engine, Parallel) else memory_so_far(self.compute.device, self._resident)
-
-    def _moment(self, now: Now, samples: Tensor) -> Tensors:
-        decay = now.decay(self.setup.train)
-        values = {"round": now.round, "rounds": now.rounds, "clients": now.clients, "lr": self.setup.train.lr * decay}
-        return {
-            **{name: torch.tensor(float(value), dtype=torch.float64) for name, value in values.items()},
-            "samples": samples,
-        }
 
     def _mean_loss(self, replies: Mapping[str, Reply]) -> float:
         sizes = {name: len(self.training.client(name).train) for name in replies}
@@ -317,24 +293,13 @@ class Federation:
         return sum(reply.loss * sizes[name] for name, reply in replies.items()) / total if total else float("nan")
 
 
-def welcomed(
-    method: Method, down: Tree, mines: Mapping[str, Tree], task: Task, engine: Engine, now: Now, seed: int
-) -> tuple[dict[str, Tree], dict[str, Reply]]:
-    """What newcomers serve with, after what a newcomer trains without labels, and what came of that training."""
-    replies: dict[str, Reply] = {}
-    if phases := method.joining_phases():
-        replies = engine.train(method, dict.fromkeys(mines, down), mines, task, Plan(phases, now, seed))
-    kept = {**mines, **{name: reply.mine for name, reply in replies.items() if reply.finite}}
-    return {name: method.deployed(down, mine) for name, mine in kept.items()}, replies
-
-
 def step_together(
-    federations: Sequence[Federation], states: Sequence[State], together: Together
+    sessions: Sequence[Session], states: Sequence[State], together: Together
 ) -> list[tuple[State, RoundReport]]:
-    """One round of several federations of one method, whose clients are trained side by side."""
-    first = federations[0]
-    begun = [federation.begun(state) for federation, state in zip(federations, states, strict=True)]
-    errands = [f.errand(state, half) for f, state, half in zip(federations, states, begun, strict=True)]
+    """One round of several runs of one method, whose clients are trained side by side."""
+    first = sessions[0]
+    begun = [session.begun(state) for session, state in zip(sessions, states, strict=True)]
+    errands = [s.errand(state, half) for s, state, half in zip(sessions, states, begun, strict=True)]
     replies = together.train(first.engine, first.setup.method, errands)
-    halves = zip(federations, states, begun, replies, strict=True)
-    return [federation.ended(state, half, own, len(federations)) for federation, state, half, own in halves]
+    halves = zip(sessions, states, begun, replies, strict=True)
+    return [session.ended(state, half, own, len(sessions)) for session, state, half, own in halves]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,14 +16,17 @@ from fedshift.core import rng
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch
 from fedshift.core.compatibility import check_method, missing_for_pair
-from fedshift.core.method import Method, Now, Train
+from fedshift.core.context import Context
+from fedshift.core.method import Method, Train
 from fedshift.core.registry import ADAPTERS, METHODS, MODELS, with_options
+from fedshift.core.tree import Tensors, to
 from fedshift.data.concept import Rotation
 from fedshift.data.partition import PARTITIONS
 from fedshift.data.pool import Pool
 from fedshift.data.sources import load
 from fedshift.data.streams import STREAMS
 from fedshift.data.task import Splitting, Task, build, task_hash
+from fedshift.engines.base import Compute
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec, ModelSpec
 
@@ -103,23 +106,30 @@ class Setup:
         name = names[max(number, 0) % len(names)]
         return name, self.methods[name]
 
+    def initial(self, seed: int, compute: Compute) -> dict[str, Tensors]:
+        """What everybody starts from under this seed, by architecture."""
+        starts = {name: method.arch.init(rng.seed_of(seed, "init")) for name, method in self.methods.items()}
+        return to(starts, compute.device, compute.dtype)
+
     @cached_property
     def plain(self) -> dict[str, Adapter]:
         """No adaptation, by architecture."""
         return self.adapters(AdapterSpec(name="none"))
 
-    def adapters(self, spec: AdapterSpec, now: Now | None = None) -> dict[str, Adapter]:
+    def adapters(self, spec: AdapterSpec, ctx: Context | None = None) -> dict[str, Adapter]:
         """An adapter of models of this moment (the start, if none is given), by architecture."""
-        return {name: self.adapter(spec, method, now) for name, method in self.methods.items()}
+        return {name: self.adapter(spec, method, ctx) for name, method in self.methods.items()}
 
-    def adapter(self, spec: AdapterSpec, method: Method, now: Now | None = None) -> Adapter:
+    def adapter(self, spec: AdapterSpec, method: Method, ctx: Context | None = None) -> Adapter:
         """An adapter on a method's deployed models; raises if the pair is not valid."""
         cls = ADAPTERS[spec.name].make
-        adapter = with_options(cls, f"adapter {spec.name!r}", spec.options(), arch=method.arch, forward=method.forward)
-        reason = missing_for_pair(self.spec.title, method.deploys, spec.name, adapter)
+        adapter = with_options(
+            cls, f"adapter {spec.name!r}", spec.options(), arch=method.arch, predict_with=method.predict
+        )
+        reason = missing_for_pair(self.spec.title, method.provides, spec.name, adapter)
         if reason:
             raise UserError(reason)
-        return adapter.at(self.train.lr * (1.0 if now is None else now.decay(self.train)))
+        return adapter.at(self.train.lr * (1.0 if ctx is None else ctx.decay(self.train)))
 
 
 def make_setup(experiment: Experiment, spec: MethodSpec, task: Task, network: Network | None = None) -> Setup:
@@ -168,3 +178,13 @@ def with_baselines(experiment: Experiment) -> list[MethodSpec]:
     present = {spec.name for spec in experiment.method}
     wanted = [] if not experiment.baselines or len(experiment.models) > 1 else ["local", "finetune"]
     return [*(MethodSpec(name=name) for name in wanted if name not in present), *experiment.method]
+
+
+def placeholder(shape: tuple[int, int, int], classes: Sequence[str]) -> Task:
+    """A task without images: all that making a network takes.
+
+    >>> placeholder((3, 8, 8), ["cat", "dog"]).shape
+    (3, 8, 8)
+    """
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return Task(torch.zeros(0, *shape, dtype=torch.uint8), nothing, nothing, tuple(classes), ())

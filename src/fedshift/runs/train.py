@@ -19,7 +19,7 @@ from fedshift.engines.vmapped import Vmapped
 from fedshift.engines.vmapped.multi_seed import Together, share_images
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
-from fedshift.runs.session import Federation, RoundReport, step_together
+from fedshift.runs.session import RoundReport, Session, step_together
 from fedshift.store.folder import Progress
 from fedshift.store.rows import summarise
 from fedshift.store.state import State
@@ -33,7 +33,7 @@ class Training:
     """A run under way."""
 
     job: Job
-    federation: Federation
+    session: Session
     state: State
     progress: Progress
     started: float
@@ -85,41 +85,41 @@ def _alike(one: Job, other: Job) -> bool:
     return plain and settings[0] == settings[1] and share_images([one.task, other.task])
 
 
-def train(jobs: Sequence[Job], engine: Engine, compute: Compute, resume: bool, say: Reporter) -> None:
+def train(jobs: Sequence[Job], sessions: Sequence[Session], resume: bool, say: Reporter) -> None:
     """All rounds of runs of one group; those that are further wait for the others."""
     for job in (job for job in jobs if job.folder.done):
         say.skip(job.title, job.rounds)
-    under_way = [_begun(job, engine, compute, resume, say) for job in jobs if not job.folder.done]
+    pairs = [(job, session) for job, session in zip(jobs, sessions, strict=True) if not job.folder.done]
+    under_way = [_begun(job, session, resume, say) for job, session in pairs]
     stacks: dict[tuple[int, ...], Together] = {}
     while waiting := [k for k, training in enumerate(under_way) if not training.finished]:
         behind = min(under_way[k].state.round for k in waiting)
         moving = tuple(k for k in waiting if under_way[k].state.round == behind)
-        federations, states = [under_way[k].federation for k in moving], [under_way[k].state for k in moving]
+        together, states = [under_way[k].session for k in moving], [under_way[k].state for k in moving]
         if len(moving) == 1:
-            after = [federations[0].step(states[0])]
+            after = [together[0].step(states[0])]
         else:
             if moving not in stacks:
-                stacks = {moving: Together([federation.training for federation in federations])}
-            after = step_together(federations, states, stacks[moving])
+                stacks = {moving: Together([session.training for session in together])}
+            after = step_together(together, states, stacks[moving])
         for k, (state, report) in zip(moving, after, strict=True):
             under_way[k] = _advanced(under_way[k], state, report, say)
     for training in under_way:
-        _conclude(training, compute)
+        _conclude(training)
 
 
-def _begun(job: Job, engine: Engine, compute: Compute, resume: bool, say: Reporter) -> Training:
-    federation = job.federation(engine, compute, say)
+def _begun(job: Job, session: Session, resume: bool, say: Reporter) -> Training:
     own = job.rounds - job.experiment.rounds
     stated = f"{job.title} ({job.experiment.rounds} rounds and {own} of its own)" if own else job.title
     if resume and job.folder.checkpoints():
-        state, progress = job.folder.restore(compute.device)
+        state, progress = job.folder.restore(session.compute.device)
         say.begin(stated, state.round, job.rounds)
     else:
-        state, progress = federation.start(), Progress()
+        state, progress = session.start(), Progress()
         job.folder.begin(toml_text(job.config))
         say.begin(stated, 0, job.rounds)
         job.folder.checkpoint(state, progress)
-    return Training(job, federation, state, progress, time.perf_counter())
+    return Training(job, session, state, progress, time.perf_counter())
 
 
 def _advanced(training: Training, state: State, report: RoundReport, say: Reporter) -> Training:
@@ -127,21 +127,21 @@ def _advanced(training: Training, state: State, report: RoundReport, say: Report
     job, folder, variant = training.job, training.job.folder, training.job.experiment
     folder.log(_line(state.round, report))
     progress = replace(training.progress, lines=training.progress.lines + 1)
-    for name in (name for name in report.left_out if name not in training.diverged):
+    for name in (name for name in report.diverged if name not in training.diverged):
         say.note(f"{job.title}: client {name!r} was left out of round {state.round}, its loss or update is not finite")
     if _due(state.round, variant.evaluate.every, job.rounds):
-        progress = _validate(job, training.federation, state, progress)
+        progress = _validate(job, training.session, state, progress)
     if _due(state.round, variant.checkpoint_every, job.rounds):
         folder.checkpoint(state, progress)
     say.round(job.title, state.round, report.loss, progress.best)
-    diverged = training.diverged | frozenset(report.left_out)
+    diverged = training.diverged | frozenset(report.diverged)
     return replace(training, state=state, progress=progress, diverged=diverged)
 
 
-def _conclude(training: Training, compute: Compute) -> None:
-    job, progress = training.job, training.progress
+def _conclude(training: Training) -> None:
+    job, progress, compute = training.job, training.progress, training.session.compute
     if job.rounds == 0:
-        progress = _validate(job, training.federation, training.state, progress)
+        progress = _validate(job, training.session, training.state, progress)
         job.folder.checkpoint(training.state, progress)
     facts = {
         "fedshift": fedshift.__version__,
@@ -167,21 +167,21 @@ def _line(round_: int, report: RoundReport) -> dict[str, Any]:
         "round": round_,
         "train/loss": report.loss,
         "participants": report.participants,
-        "left-out": list(report.left_out),
+        "diverged": list(report.diverged),
         "bytes-down": report.bytes_down,
         "bytes-up": report.bytes_up,
         "seconds": round(report.seconds, 4),
         **report.memory,
-        **{f"server/{name}": value if math.isfinite(value) else None for name, value in report.told.items()},
+        **{f"server/{name}": value if math.isfinite(value) else None for name, value in report.server.items()},
     }
 
 
-def _validate(job: Job, federation: Federation, state: State, progress: Progress) -> Progress:
+def _validate(job: Job, session: Session, state: State, progress: Progress) -> Progress:
     """Score validation data (and test streams for the oracle), and keep the state if it is the best so far."""
     parts = ["val", *(job.task.streams if job.experiment.evaluate.oracle else ())]
     started = time.perf_counter()
-    deployed = federation.deployed(state)
-    scores = federation.evaluate(job.setup.plain, deployed, parts)
+    deployed = session.deploy(state).trained()
+    scores = session.evaluate(job.setup.plain, deployed, parts)
     model = job.model
     by_part = {part: {name: score for (name, p), score in scores.items() if p == part} for part in parts}
     line: dict[str, Any] = {"round": state.round}
@@ -196,16 +196,16 @@ def _validate(job: Job, federation: Federation, state: State, progress: Progress
     if accuracy > progress.best:  # never true without validation data: NaN
         job.folder.save_best(state)
         progress = replace(progress, best=accuracy, best_round=state.round)
-    return _validate_adapted(job, federation, state, deployed, progress)
+    return _validate_adapted(job, session, state, deployed, progress)
 
 
 def _validate_adapted(
-    job: Job, federation: Federation, state: State, deployed: Mapping[str, Tree], progress: Progress
+    job: Job, session: Session, state: State, deployed: Mapping[str, Tree], progress: Progress
 ) -> Progress:
     """The same after every adapter's own, label-free adaptation to the validation images, where that chooses its round."""
     for spec in job.setup.spec.validated(job.experiment.evaluate):
         started = time.perf_counter()
-        scores = federation.evaluate(job.setup.adapters(spec, federation.now(state)), deployed, ["val"])
+        scores = session.evaluate(job.setup.adapters(spec, session.context(state.round)), deployed, ["val"])
         reached = summarise({name: score for (name, _), score in scores.items()})
         line = {"round": state.round, "adapter": spec.title, "val": reached.as_dict()}
         job.folder.log({**line, "seconds": round(time.perf_counter() - started, 4)})

@@ -4,7 +4,7 @@
 the newest state, ``best.safetensors`` the state that was best on validation (``best/*.safetensors`` those that were after
 an adapter's own adaptation), ``adapters/*.jsonl`` the scores, and ``done`` appears last. ``costs.json`` is the cost
 ledger; ``notes.txt`` says why numbers differ from a paper's; ``features.safetensors`` has features of some test images,
-if they were asked for; ``welcome.safetensors`` is what clients nobody has seen are served from.
+if they were asked for; ``snapshot.safetensors`` is what unseen clients are served from.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from fedshift.store.trees import load, save
 NOTES = "notes.txt"  # one a line
 COSTS = "costs.json"
 FEATURES = "features.safetensors"
-WELCOME = "welcome.safetensors"
+SNAPSHOT = "snapshot.safetensors"
+OLD_SNAPSHOT = ("welcome.safetensors", "welcome/{}.safetensors")  # as older versions called them
 CHECKPOINT = "ckpt-{:06d}.safetensors"
 
 
@@ -67,9 +68,9 @@ class RunFolder:
     def begin(self, config: str) -> None:
         """Make the folder, empty of an earlier attempt."""
         (self.path / "adapters").mkdir(parents=True, exist_ok=True)
-        files = (self.path / name for name in ("best.safetensors", COSTS, FEATURES, WELCOME))
+        files = (self.path / name for name in ("best.safetensors", COSTS, FEATURES, SNAPSHOT))
         by_adapter = (
-            self.path.glob(names) for names in ("adapters/*.jsonl", "best/*.safetensors", "welcome/*.safetensors")
+            self.path.glob(names) for names in ("adapters/*.jsonl", "best/*.safetensors", "snapshots/*.safetensors")
         )
         for old in (*self.checkpoints(), *files, *itertools.chain(*by_adapter)):
             old.unlink(missing_ok=True)
@@ -161,6 +162,11 @@ class RunFolder:
         return {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
 
 
+def snapshot_file(adapter: str) -> str:
+    """Where what unseen clients are served from lies in a run folder."""
+    return f"snapshots/{adapter}.safetensors" if adapter else SNAPSHOT
+
+
 def _json(value: Any) -> str:
     """One line of JSON; numbers that are not finite become null, because JSON has no word for them."""
     return json.dumps(_finite(value), allow_nan=False)
@@ -174,13 +180,13 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path, what: str = "a run folder") -> dict[str, Any]:
     """The settings in a folder."""
     path = folder / "config.toml"
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{folder} is not a run folder: {path} cannot be read ({error})") from None
+        raise UserError(f"{folder} is not {what}: {path} cannot be read ({error})") from None
 
 
 def title_of(config: Mapping[str, Any]) -> str:
@@ -191,3 +197,17 @@ def title_of(config: Mapping[str, Any]) -> str:
     """
     title: str = config["method"].get("label") or config["method"]["name"]
     return title
+
+
+def find_runs(path: Path) -> list[Path]:
+    """The finished runs in a folder: a run itself, or any folder above some."""
+    if not path.exists():
+        raise UserError(f"there is no folder {path}")
+    found = sorted(done.parent for done in path.rglob("done"))
+    for run in (run for run in found if not (run / "config.toml").is_file()):
+        raise UserError(f"{run} is not a run folder: it has no config.toml")
+    if not found:
+        unfinished = next(path.rglob("metrics.jsonl"), None)
+        hint = "; there is an unfinished one, go on with fedshift run ... --resume" if unfinished else ""
+        raise UserError(f"{path} holds no finished run{hint}")
+    return sorted(found, key=lambda run: (run / "config.toml").stat().st_mtime)

@@ -16,14 +16,16 @@ class State:
 
     round: int  # rounds done
     server: Tree
-    mines: Mapping[str, Tree] = field(default_factory=dict)  # only clients that have something private
+    locals: Mapping[str, Tree] = field(default_factory=dict)  # only clients that have something private
 
     def trees(self) -> dict[str, Tree]:
         """As a checkpoint stores it."""
-        return {"server": self.server, **{f"client {name}": tree for name, tree in self.mines.items()}}
+        return {"server": self.server, **{f"client {name}": tree for name, tree in self.locals.items()}}
 
     @staticmethod
     def of(trees: Mapping[str, Tree], round: int, device: torch.device) -> State:
         """From a checkpoint."""
-        mines = {name.removeprefix("client "): to(t, device) for name, t in trees.items() if name.startswith("client ")}
-        return State(round, to(trees["server"], device), mines)
+        locals = {
+            name.removeprefix("client "): to(t, device) for name, t in trees.items() if name.startswith("client ")
+        }
+        return State(round, to(trees["server"], device), locals)

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedshift.core.adapter import Adapter
-from fedshift.core.method import Method, Phase
-from fedshift.core.schedule import Plan, draw, fitting, seeds_for
+from fedshift.core.context import Phase
+from fedshift.core.method import Method
 from fedshift.core.tree import Tree, map_tree, shapes, stack, to, unstack
 from fedshift.data.task import Client, Task
 from fedshift.engines import augment
@@ -33,14 +33,15 @@ from fedshift.engines.cuda.trilinear import has_kernels
 from fedshift.engines.reference import (
     Placement,
     as_floats,
-    begin,
     features_of,
     hand_over,
-    moment,
+    now_of,
     schedule_of,
     seeded,
+    start_phase,
     still_valid,
 )
+from fedshift.engines.schedule import Plan, draw, fitting, seeds_for
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped.grouping import joint_steps
 from fedshift.engines.vmapped.streams import Lane, evaluate_lanes, suited
@@ -65,7 +66,7 @@ class Vmapped:
         self._compiles: dict[Method, bool] = {}  # methods of this task, and whether their steps are compiled
 
     def train(
-        self, method: Method, downs: Mapping[str, Tree], mines: Mapping[str, Tree], task: Task, plan: Plan
+        self, method: Method, downs: Mapping[str, Tree], locals: Mapping[str, Tree], task: Task, plan: Plan
     ) -> dict[str, Reply]:
         """The local work of every client in ``downs``."""
         here = self._placement(task)
@@ -73,13 +74,13 @@ class Vmapped:
             self._remember(self._graphs, method, task, _work(method, task, len(downs), plan))
         alike: dict[object, list[str]] = {}  # clients that can be stacked
         for name, down in downs.items():
-            alike.setdefault((shapes(down), shapes(mines.get(name, {}))), []).append(name)
+            alike.setdefault((shapes(down), shapes(locals.get(name, {}))), []).append(name)
         replies: dict[str, Reply] = {}
         for names in alike.values():
             for start in range(0, len(names), self.max_clients):
                 some = names[start : start + self.max_clients]
                 clients = [here.client(name) for name in some]
-                received, kept = [downs[name] for name in some], [mines.get(name, {}) for name in some]
+                received, kept = [downs[name] for name in some], [locals.get(name, {}) for name in some]
                 replies |= self._cohort(method, received, kept, clients, here, plan)
         return {name: replies[name] for name in downs}
 
@@ -108,14 +109,14 @@ class Vmapped:
         self,
         method: Method,
         downs: Sequence[Tree],
-        mines: Sequence[Tree],
+        locals: Sequence[Tree],
         clients: Sequence[Client],
         task: Task,
         plan: Plan,
     ) -> dict[str, Reply]:
         """Stacked clients through all phases, and apart again."""
         count = len(clients)
-        started = [method.client_init(down, mine) for down, mine in zip(downs, mines, strict=True)]
+        started = [method.begin(down, local) for down, local in zip(downs, locals, strict=True)]
         common = {slot: leaves for slot, leaves in started[0].items() if slot in method.common}
         received = {slot: leaves for slot, leaves in downs[0].items() if slot in method.common}
         state = stack([_without(one, common) for one in started])
@@ -132,7 +133,7 @@ class Vmapped:
                 queues = _Queues(method, phase, clients, task, plan, self.compute, cached)
                 here = Compute(dtype=self.compute.dtype)  # many small tensors: stacked first, moved once
                 nows = [
-                    moment(method, task, client, plan, length, here)
+                    now_of(method, task, client, plan, length, here)
                     for client, length in zip(clients, queues.lengths, strict=True)
                 ]
                 begun = _begin(method, state, phase, nows, self.compute.device)
@@ -143,22 +144,22 @@ class Vmapped:
         apart = vmap(
             lambda s, d, m: hand_over(method, {**s, **common}, {**d, **received}, m, plan), randomness="different"
         )
-        ups, kept = apart(state, stack([_without(down, received) for down in downs]), stack(mines))
+        ups, kept = apart(state, stack([_without(down, received) for down in downs]), stack(locals))
         sound = (_finite(ups, count, state) & _finite(kept, count, state)).tolist()
         steps = state["log"]["steps"].tolist()
         losses = (state["log"]["loss"] / state["log"]["steps"].clamp(min=1)).tolist()
         own = unstack(kept, count)
         if count < len(task.clients):  # a view would keep the whole stack alive until its last client trains again
-            own = [map_tree(torch.clone, mine) for mine in own]
+            own = [map_tree(torch.clone, local) for local in own]
         rows = zip(clients, unstack(ups, count), own, losses, steps, sound, strict=True)
         return {
-            client.name: Reply(up, mine, loss, int(taken), bool(fine) and loss - loss == 0)
-            for client, up, mine, loss, taken, fine in rows
+            client.name: Reply(up, local, loss, int(taken), bool(fine) and loss - loss == 0)
+            for client, up, local, loss, taken, fine in rows
         }
 
     def _phase(self, method: Method, state: Tree, phase: Phase, queues: _Queues, common: Tree) -> Tree:
         """Run all queues dry."""
-        common = common if phase.trainable == frozenset() else {}  # a captured step would read an old round's
+        common = common if phase.kind == "fold" else {}  # a captured step would read an old round's
         group = _Group(state, queues.count, borrowed=self._graphs is not None)
         form = tuple((slot, name, leaf.shape[1:]) for slot, leaves in state.items() for name, leaf in leaves.items())
         for size, members in joint_steps(queues.sizes):
@@ -169,7 +170,7 @@ class Vmapped:
             our_way = self._graphs is not None and not self._compiles[method]
             around = partial(StackedConvolutions, len(rows)) if our_way else nullcontext
             step = _stacked_step(method, suited, queues, common, around)
-            if self._graphs is None or phase.trainable == frozenset():  # a fold is over before a graph would pay
+            if self._graphs is None or phase.kind == "fold":  # a fold is over before a graph would pay
                 group.state = step(group.state, order)
             else:
                 key = (method, suited, queues.signature, form, len(rows))
@@ -208,7 +209,7 @@ def _work(method: Method, task: Task, clients: int, plan: Plan) -> float:
         steps = phase.steps if phase.steps is not None or phase.epochs is not None else method.train.local_steps
         epochs = method.train.local_epochs if phase.epochs is None else phase.epochs
         total += mean * epochs if steps is None else steps * method.train.batch_size
-    return total * clients * plan.now.rounds
+    return total * clients * plan.ctx.rounds
 
 
 def _begin(
@@ -216,7 +217,7 @@ def _begin(
 ) -> Tree:
     """Fresh optimiser memory for every client: made for one, then repeated."""
     first = {slot: {name: leaf[0] for name, leaf in leaves.items()} for slot, leaves in state.items()}
-    single = begin(method, first, phase, dict(nows[0]))
+    single = start_phase(method, first, phase, dict(nows[0]))
     fresh = {slot: single[slot] for slot in ("optim", "log") if slot == "optim" or slot not in state}
     repeated = map_tree(lambda leaf: leaf.expand(len(nows), *leaf.shape).clone(), fresh)
     return {**state, **to({**repeated, **stack([{"now": dict(now)} for now in nows])}, device)}

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from fedshift.core.method import Method
-from fedshift.core.schedule import Plan
 from fedshift.core.tree import Tree
 from fedshift.data.task import Task
 from fedshift.engines.base import Engine, Reply
+from fedshift.engines.schedule import Plan
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Errand:
     """The local work of one federation's round."""
 
     downs: Mapping[str, Tree]
-    mines: Mapping[str, Tree]
+    locals: Mapping[str, Tree]
     plan: Plan
 
 
@@ -36,7 +36,7 @@ class JointPlan(Plan):
     def seed_for(self, client: str, *purpose: object) -> int:
         """The seed this client has in its own run."""
         number, _, name = client.partition("/")
-        return Plan(self.phases, self.now, self.seeds[int(number)]).seed_for(name, *purpose)
+        return Plan(self.phases, self.ctx, self.seeds[int(number)]).seed_for(name, *purpose)
 
 
 class Together:
@@ -53,10 +53,10 @@ class Together:
     def train(self, engine: Engine, method: Method, errands: Sequence[Errand]) -> list[dict[str, Reply]]:
         """Every federation's replies."""
         downs = {f"{i}/{name}": down for i, errand in enumerate(errands) for name, down in errand.downs.items()}
-        mines = {f"{i}/{name}": mine for i, errand in enumerate(errands) for name, mine in errand.mines.items()}
+        locals = {f"{i}/{name}": local for i, errand in enumerate(errands) for name, local in errand.locals.items()}
         first = errands[0].plan
-        plan = JointPlan(first.phases, first.now, first.seed, tuple(errand.plan.seed for errand in errands))
-        replies = engine.train(method, downs, mines, self._task, plan)
+        plan = JointPlan(first.phases, first.ctx, first.seed, tuple(errand.plan.seed for errand in errands))
+        replies = engine.train(method, downs, locals, self._task, plan)
         return [{name: replies[f"{i}/{name}"] for name in errand.downs} for i, errand in enumerate(errands)]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedshift.core.adapter import Adapter
-from fedshift.core.schedule import at_once
+from fedshift.core.batching import at_once
 from fedshift.core.tree import Tree, map_tree, shapes, stack
 from fedshift.data.streams import Setting
 from fedshift.data.task import Samples, Task

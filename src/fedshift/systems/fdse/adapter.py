@@ -10,10 +10,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedshift.core.adapter import Adapter
+from fedshift.core.batching import batch_sizes
 from fedshift.core.checks import not_negative
 from fedshift.core.grad import gradient
 from fedshift.core.registry import adapter
-from fedshift.core.schedule import batch_sizes
 from fedshift.core.tree import Tensors, Tree, pick
 from fedshift.errors import UserError
 from fedshift.systems.fdse import eraser as erasure
@@ -34,7 +34,7 @@ class EraserAlignment(Adapter):
     batch_size: int = 50
     beta: float = 0.001
 
-    needs_arch: ClassVar[frozenset[str]] = frozenset({"erasers"})
+    requires_arch: ClassVar[frozenset[str]] = frozenset({"erasers"})
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
@@ -63,7 +63,7 @@ class EraserAlignment(Adapter):
         moving = erasure.entries(self.blocks, (*erasure.OWN, *erasure.AT_HOME))
 
         def loss(tensors: Tensors) -> tuple[Tensor, Tensors]:
-            output = self.forward({**state, "model": {**model, **tensors}}, x, moving)
+            output = self.predict_with({**state, "model": {**model, **tensors}}, x, moving)
             return erasure.inconsistency(output.aux, model, self.blocks, self.beta), output.buffers
 
         grads, _, refreshed = gradient(loss, live)

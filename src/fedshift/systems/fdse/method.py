@@ -13,12 +13,15 @@ from torch import Tensor
 
 from fedshift.core.arch import Arch
 from fedshift.core.checks import not_negative, positive
-from fedshift.core.method import Batch, Method, Now, Phase
+from fedshift.core.context import Context, Phase, ServerContext
+from fedshift.core.method import Batch, Method
 from fedshift.core.registry import method
-from fedshift.core.tree import Tensors, Tree, drop, pick, weighted_mean
+from fedshift.core.tree import Tensors, Tree, drop, pick, slot_of, slots_of, uniform_mean, weighted_mean
 from fedshift.errors import UserError
 from fedshift.systems.fdse import eraser as erasure
 from fedshift.systems.fdse.consensus import agreed, gram_of
+
+OWN = "own"  # the kind of a client's erasers on the server
 
 
 @method("fdse", paper="Federated Learning with Domain Shift Eraser", venue="CVPR", year=2025)
@@ -56,7 +59,7 @@ class FDSE(Method):
     bias: bool = False
 
     personal: ClassVar[bool] = True
-    needs: ClassVar[frozenset[str]] = frozenset({"erasers"})
+    requires: ClassVar[frozenset[str]] = frozenset({"erasers"})
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
@@ -85,13 +88,13 @@ class FDSE(Method):
         return erasure.entries(self.blocks, erasure.OWN)
 
     # ---- the client ----------------------------------------------------------------------------------------------------
-    def private(self, now: Now) -> frozenset[str]:
+    def private(self, ctx: Context) -> frozenset[str]:
         """The statistics of the inner normalisation, and what is tracked during a round."""
         return erasure.entries(self.blocks, erasure.AT_HOME)
 
-    def client_init(self, down: Tree, mine: Tree) -> Tree:
+    def begin(self, down: Tree, local: Tree) -> Tree:
         """The statistics received are what this round's features are drawn to."""
-        state = super().client_init(down, mine)
+        state = super().begin(down, local)
         tracking = erasure.fresh_tracking(down["model"], self.blocks, self.start == "received")
         anchor = pick(down["model"], erasure.entries(self.blocks, erasure.ANCHORS))
         return {**state, "model": {**state["model"], **tracking}, "anchor": anchor}
@@ -105,26 +108,26 @@ class FDSE(Method):
             value = value + self.lam * ((state["now"]["round"] >= 1) * penalty)
         return value, output.buffers
 
-    def publish(self, mine: Tree) -> Tree:
-        """The inner statistics; their mean is a newcomer's start."""
-        return {slot: pick(leaves, erasure.entries(self.blocks, erasure.STATISTICS)) for slot, leaves in mine.items()}
+    def settle(self, state: Tree | None, down: Tree, local: Tree, ctx: Context) -> tuple[Tree, Tree]:
+        """The inner statistics are given away; their mean is an unseen client's start."""
+        known = erasure.entries(self.blocks, erasure.STATISTICS)
+        return {slot: pick(leaves, known) for slot, leaves in local.items()}, local
 
     # ---- the server ----------------------------------------------------------------------------------------------------
-    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+    def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """The shared part, and every client's erasers."""
-        server = super().server_init(models, clients)
+        server = super().init_server(models, clients, public)
         own = pick(server["model"], self.own)
-        return {"model": drop(server["model"], self.own), **{_of(client): own for client in clients}}
+        return {"model": drop(server["model"], self.own), **{slot_of(OWN, client): own for client in clients}}
 
-    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
-        """The shared part and one's own erasers; for a newcomer the mean of all."""
-        if client is not None:
-            return {"model": {**drop(server["model"], self.private(now)), **server[_of(client)]}}
-        known = [leaves for slot, leaves in server.items() if slot.startswith(_of(""))]
-        mean = weighted_mean(known, torch.full((len(known),), 1 / len(known), dtype=torch.float64))
-        return {"model": {**server["model"], **mean, **server.get("newcomer", {})}}
+    def broadcast(self, server: Tree, client: str, ctx: Context) -> Tree:
+        """The shared part and one's own erasers; for an unseen client the mean of all."""
+        if ctx.stage != "unseen":
+            return {"model": {**drop(server["model"], self.private(ctx)), **server[slot_of(OWN, client)]}}
+        mean = uniform_mean(list(slots_of(server, OWN).values()))
+        return {"model": {**server["model"], **mean, **server.get("gifts", {})}}
 
-    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
         """Means of the statistics, consensus on the shared tensors, similarity among the erasers."""
         models = [up["model"] for up in ups.values()]
         uniform = torch.full((len(models),), 1 / len(models), dtype=torch.float64)
@@ -134,10 +137,11 @@ class FDSE(Method):
         if self.consensus:
             merged |= self._agreed(server["model"], [pick(model, learnt) for model in shared])
         else:
-            merged |= weighted_mean([pick(model, learnt) for model in shared], self.weights(now))
+            merged |= weighted_mean([pick(model, learnt) for model in shared], self.weights(ctx))
         own = [pick(model, self.own) for model in models]
         mixed = self._mixed(own) if self.similarity else own
-        return {**server, "model": {**server["model"], **merged}, **dict(zip(map(_of, ups), mixed, strict=True))}
+        erasers = {slot_of(OWN, client): leaves for client, leaves in zip(ups, mixed, strict=True)}
+        return {**server, "model": {**server["model"], **merged}, **erasers}, {}
 
     def _agreed(self, start: Tensors, ends: list[Tensors]) -> Tensors:
         """Every tensor (or layer) along its least-norm direction."""
@@ -175,7 +179,3 @@ def attention(unit: Tensor, tau: float) -> Tensor:
             [0., 1.]])
     """
     return (unit @ unit.T / tau).softmax(1)
-
-
-def _of(client: str) -> str:
-    return f"own {client}"

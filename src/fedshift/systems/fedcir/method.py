@@ -14,7 +14,8 @@ from fedshift.blocks.generator import GeneratorMethod, generated, server_seed
 from fedshift.blocks.stochastic_encoder import StochasticMethod
 from fedshift.core import rng
 from fedshift.core.checks import not_negative, positive
-from fedshift.core.method import Batch, Method, Now, Phase
+from fedshift.core.context import Context, Phase, ServerContext
+from fedshift.core.method import Batch, Method
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree
 
@@ -69,32 +70,29 @@ class FedCiR(StochasticMethod, GeneratorMethod):
             value = value + self.started(state) * self.align * apart.mean()
         return value, output.buffers
 
-    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+    def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """Standard Gaussians, until there is something to fit them to."""
-        server = super().server_init(models, clients)
+        server = super().init_server(models, clients, public)
         like, shape = server["model"][self.arch.parameters[0]], (self.arch.classes, self.arch.feature_size)
         return {**server, "gaussians": {"mean": like.new_zeros(shape), "deviation": like.new_ones(shape)}}
 
-    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
+    def broadcast(self, server: Tree, client: str, ctx: Context) -> Tree:
         """The model and what its regularisers need."""
-        down = super().broadcast(server, client, now)
-        if client is None or now.final:
+        down = super().broadcast(server, client, ctx)
+        if ctx.ending:
             return down
         needed = {slot for slot, weight in (("generator", self.reg), ("gaussians", self.align)) if weight}
         return {"model": down["model"], **{slot: server[slot] for slot in sorted(needed)}}
 
-    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
         """FedAvg, and of the generator and the Gaussians of what it makes now those that a regulariser needs."""
         if not self.reg and not self.align:
-            return Method.aggregate(self, server, ups, now, draws)  # nobody asks for a generator
-        merged = super().aggregate(server, ups, now, draws)
+            return Method.aggregate(self, server, ups, ctx)  # nobody asks for a generator
+        merged, metrics = super().aggregate(server, ups, ctx)
         if not self.align:
-            return merged
-        return {**merged, "gaussians": self.class_gaussians(merged["generator"], server_seed(draws, "classes"))}
-
-    def told(self, server: Tree) -> Tensors:
-        """Nothing of a generator that nobody trains."""
-        return super().told(server) if self.reg or self.align else {}
+            return merged, metrics
+        fitted = self.class_gaussians(merged["generator"], server_seed(ctx, "classes"))
+        return {**merged, "gaussians": fitted}, metrics
 
     def class_gaussians(self, generator: Tensors, seed: int) -> Tensors:
         """Mean and deviation of every class's generated representations; one class at a time, for the memory's sake."""

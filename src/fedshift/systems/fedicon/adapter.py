@@ -13,11 +13,11 @@ from fedshift.blocks import views as augment
 from fedshift.blocks.losses import contrastive
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
+from fedshift.core.batching import batch_sizes
 from fedshift.core.checks import in_unit_interval, not_negative, positive
+from fedshift.core.context import RandomSpec
 from fedshift.core.grad import gradient
-from fedshift.core.method import Draw
 from fedshift.core.registry import adapter
-from fedshift.core.schedule import batch_sizes
 from fedshift.core.tree import Tensors, Tree, pick
 from fedshift.errors import UserError
 
@@ -66,9 +66,9 @@ class ContrastiveAdaptation(Adapter):
         """Online the contrast is within what is predicted together."""
         return self.batch_size if self.mode == "online" else None
 
-    def draws(self) -> dict[str, Draw]:
+    def draws(self) -> dict[str, RandomSpec]:
         """Two views for every epoch."""
-        return {"views": Draw("uniform", (self.epochs, 2, augment.NUMBERS))}
+        return {"views": RandomSpec("uniform", (self.epochs, 2, augment.NUMBERS))}
 
     def fit(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> Tree:
         """Every epoch goes through the set in its order."""
@@ -83,7 +83,7 @@ class ContrastiveAdaptation(Adapter):
         if self.mode == "online":
             for epoch in range(self.epochs):
                 state = self._step(state, x, draws["views"][:, epoch])
-        return self.forward(state, x), state
+        return self.predict_with(state, x), state
 
     def _step(self, state: Tree, x: Tensor, numbers: Tensor) -> Tree:
         if len(x) == 1:  # nothing to differ from
@@ -95,7 +95,7 @@ class ContrastiveAdaptation(Adapter):
         groups = torch.arange(len(x), device=x.device).repeat(2)
 
         def loss(tensors: Tensors) -> tuple[Tensor, None]:
-            features = self.forward({**state, "model": {**state["model"], **tensors}}, views).features
+            features = self.predict_with({**state, "model": {**state["model"], **tensors}}, views).features
             return contrastive(features, groups, self.temperature), None
 
         grads, _, _ = gradient(loss, live)

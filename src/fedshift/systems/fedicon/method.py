@@ -13,7 +13,8 @@ from fedshift.blocks import views as augment
 from fedshift.blocks.descriptors import DescribedMethod
 from fedshift.blocks.losses import contrastive
 from fedshift.core.checks import in_unit_interval, not_negative, positive
-from fedshift.core.method import Batch, Draw, Facts, Now, Phase
+from fedshift.core.context import ClientInfo, Context, Phase, RandomSpec, ServerContext
+from fedshift.core.method import Batch
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, drop, pick
 from fedshift.systems.fedicon import projection
@@ -79,21 +80,21 @@ class FedICON(DescribedMethod):
         return self.head_rounds if self.share else 0
 
     # ---- what a client does ------------------------------------------------------------------------------------------
-    def phases(self, now: Now) -> tuple[Phase, ...]:
+    def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """Contrast, and after the experiment's rounds the head."""
-        if now.round < now.rounds:
+        if ctx.round < ctx.rounds:
             beyond = frozenset(projection.NAMES if self.projection else ())
             return (Phase(name="contrastive", trainable=(self.arch.trainable - self.arch.head) | beyond),)
         return (self.head_phase("model", "head", self.head_epochs, self.head_lr), self.descriptor_phase("model"))
 
-    def final_phases(self) -> tuple[Phase, ...]:
+    def last_phases(self, ctx: Context) -> tuple[Phase, ...]:
         """The personal head and the descriptor."""
         personal = self.head_phase("model", "personal", self.personal_epochs, self.head_lr)
         return (personal, self.descriptor_phase("model"))
 
-    def draws(self, phase: Phase) -> dict[str, Draw]:
+    def draws(self, phase: Phase) -> dict[str, RandomSpec]:
         """Two views of every image."""
-        return {"views": Draw("uniform", (2, augment.NUMBERS))} if phase.name == "contrastive" else {}
+        return {"views": RandomSpec("uniform", (2, augment.NUMBERS))} if phase.name == "contrastive" else {}
 
     def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
         """The contrast between views, or the cross-entropy of the head."""
@@ -109,84 +110,86 @@ class FedICON(DescribedMethod):
         return contrastive(z, groups.repeat(2), self.temperature), buffers
 
     # ---- who has what ------------------------------------------------------------------------------------------------
-    def private(self, now: Now) -> frozenset[str]:
+    def private(self, ctx: Context) -> frozenset[str]:
         """The head stays at home during the contrastive rounds; without sharing everything does."""
         if not self.share:
             return self.arch.encoder | self.arch.head | set(projection.NAMES)
-        return self.arch.head if now.round < now.rounds and not now.final else frozenset()
+        return self.arch.head if ctx.round < ctx.rounds and not ctx.ending else frozenset()
 
-    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+    def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """A head that waits for its rounds; without sharing, everything."""
         if not self.share:
-            return super().birth({**model, **self._projection(model)}, facts, now)
-        return {"personal": pick(model, self.arch.head)} if facts.number >= 0 else {}
+            return super().init_local({**model, **self._projection(model)}, info, ctx)
+        return {"personal": pick(model, self.arch.head)} if not info.unseen else {}
 
-    def client_init(self, down: Tree, mine: Tree) -> Tree:
+    def begin(self, down: Tree, local: Tree) -> Tree:
         """What does not come down is at home."""
-        model = {**self._at_home(mine), **down["model"]}
+        model = {**self._at_home(local), **down["model"]}
         return {"model": model, "descriptor": {"local": torch.zeros_like(self.undescribed(model))}}
 
-    def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
+    def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:
         """What came down and was trained goes up: the encoder, then the head with the mean feature."""
         if not self.share:
-            return {}, {"model": pick(state["model"], mine["model"])}
+            return {}, {"model": pick(state["model"], local["model"])}
         if not self.arch.head <= set(down["model"]):  # a contrastive round
-            return {"model": pick(state["model"], down["model"])}, mine
+            return {"model": pick(state["model"], down["model"])}, local
         head = pick(state["model"], self.arch.head)
         kept = {"personal": head, "encoder": drop(state["model"], self.arch.head)}
         return {"model": head, "descriptor": state["descriptor"]}, kept
 
-    def settle(self, state: Tree, down: Tree, mine: Tree) -> Tree:
-        """The personal head and the descriptor."""
-        return {**mine, "personal": pick(state["model"], self.arch.head), "descriptor": state["descriptor"]}
-
-    def publish(self, mine: Tree) -> Tree:
-        """The descriptor of the final encoder."""
-        return super().publish(mine) if self.share else {}
+    def settle(self, state: Tree | None, down: Tree, local: Tree, ctx: Context) -> tuple[Tree, Tree]:
+        """The personal head and the descriptor stay; the descriptor of the final encoder is given away too."""
+        own = (
+            {}
+            if state is None
+            else {"personal": pick(state["model"], self.arch.head), "descriptor": state["descriptor"]}
+        )
+        kept = {**local, **own}
+        return self.descriptor_gift(kept) if self.share else {}, kept
 
     # ---- the server --------------------------------------------------------------------------------------------------
-    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+    def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """Nobody holds the frozen encoder yet."""
-        server = super().server_init(models, clients)
+        server = super().init_server(models, clients, public)
         server = {**server, "model": {**server["model"], **self._projection(server["model"])}}
         return {**server, "holds": {client: torch.tensor(False) for client in clients}}
 
-    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
+    def broadcast(self, server: Tree, client: str, ctx: Context) -> Tree:
         """The encoder alone, later the head alone, with the encoder for those who do not have the frozen one yet."""
-        down = super().broadcast(server, client, now)
-        if not self.share or (now.round < now.rounds and not now.final):
+        down = super().broadcast(server, client, ctx)
+        if not self.share or (ctx.round < ctx.rounds and not ctx.ending):
             return {"model": down["model"]}
         model = drop(down["model"], projection.NAMES)
-        holds = client is not None and bool(server["holds"].get(client, False))
+        holds = ctx.stage != "unseen" and bool(server["holds"].get(client, False))
         return {**down, "model": pick(model, self.arch.head) if holds else model}
 
-    def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Tensors, draws: Batch) -> Tree:
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
         """FedAvg of what went up; whoever took part in a head round holds the encoder."""
         if not self.share:
-            return server
-        merged = super().aggregate(server, ups, now, draws)
+            return server, {}
+        merged, metrics = super().aggregate(server, ups, ctx)
         came = {client: torch.tensor(True) for client, up in ups.items() if "descriptor" in up}
-        return {**merged, "holds": {**server["holds"], **came}}
+        return {**merged, "holds": {**server["holds"], **came}}, metrics
 
-    def deployed(self, down: Tree, mine: Tree) -> Tree:
+    def deployed(self, down: Tree, local: Tree) -> Tree:
         """The encoder under the personal head, the federated head, both descriptors."""
-        whole = drop({**self._at_home(mine), **down["model"]}, projection.NAMES)
-        model = {**whole, **mine.get("personal", {})}
+        whole = drop({**self._at_home(local), **down["model"]}, projection.NAMES)
+        model = {**whole, **local.get("personal", {})}
         if not self.arch.head <= set(model):  # nothing for a stranger
             return {"model": model, "generic": {}, "descriptors": {}}
-        shared = {"descriptor": {"global": self._own_descriptor(model, mine)}, **down}
+        shared = {"descriptor": {"global": self._own_descriptor(model, local)}, **down}
         return {
             "model": model,
             "generic": pick(whole if self.share else model, self.arch.head),
-            "descriptors": self.descriptors(shared, mine),
+            "descriptors": self.descriptors(shared, local),
         }
 
-    def _at_home(self, mine: Tree) -> Tensors:
+    def _at_home(self, local: Tree) -> Tensors:
         """What a client has of a model without being sent anything."""
-        return {**mine.get("model", {}), **mine.get("encoder", {}), **mine.get("personal", {})}
+        return {**local.get("model", {}), **local.get("encoder", {}), **local.get("personal", {})}
 
-    def _own_descriptor(self, model: Tensors, mine: Tree) -> Tensor:
-        return mine["descriptor"]["local"] if "descriptor" in mine else self.undescribed(model)
+    def _own_descriptor(self, model: Tensors, local: Tree) -> Tensor:
+        return local["descriptor"]["local"] if "descriptor" in local else self.undescribed(model)
 
     def _projection(self, model: Tensors) -> Tensors:
         """A projection to start with, where there is to be one."""

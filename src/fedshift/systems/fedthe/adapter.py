@@ -49,7 +49,7 @@ class HeadEnsemble(Adapter):
     batch_size: int = 0
     e: float | None = None
 
-    needs: ClassVar[frozenset[str]] = frozenset({"model", "generic", "descriptors"})
+    requires: ClassVar[frozenset[str]] = frozenset({"model", "generic", "descriptors"})
     telemetry: ClassVar[tuple[str, ...]] = ("e",)
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class HeadEnsemble(Adapter):
     def slots(self) -> frozenset[str]:
         """Entropy alone and fixed weights do without descriptors."""
         plain = self.e is not None or self.weighting == "em"
-        return self.needs - {"descriptors"} if plain else self.needs
+        return self.requires - {"descriptors"} if plain else self.requires
 
     @property
     def batch(self) -> int | None:
@@ -75,7 +75,7 @@ class HeadEnsemble(Adapter):
 
     def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
         """One pass of the network, one search for all weights, and the history goes on."""
-        output = self.forward(state, x)
+        output = self.predict_with(state, x)
         generic = self.arch.classify(state["generic"], output.features)
         smoothed, history = self._smoothed(state["history"], output.features)
         e = self._weights(state, generic, output.logits, smoothed)

@@ -13,7 +13,7 @@ from fedshift.blocks import augmix
 from fedshift.blocks.per_sample_tuning import tuned_on_views
 from fedshift.core.arch import Output
 from fedshift.core.checks import not_negative, positive
-from fedshift.core.method import Draw
+from fedshift.core.context import RandomSpec
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tensors, Tree
 from fedshift.systems.fedthe.adapter import HeadEnsemble
@@ -42,9 +42,9 @@ class TunedHeadEnsemble(HeadEnsemble):
         not_negative(tune_steps=self.tune_steps, tune_lr=self.tune_lr)
         positive(views=self.views)
 
-    def draws(self) -> dict[str, Draw]:
+    def draws(self) -> dict[str, RandomSpec]:
         """New views for every step."""
-        return {"views": Draw("uniform", (self.tune_steps, self.views, augmix.NUMBERS))}
+        return {"views": RandomSpec("uniform", (self.tune_steps, self.views, augmix.NUMBERS))}
 
     def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
         """FedTHE's weights for all, then tuning for each."""
@@ -53,7 +53,7 @@ class TunedHeadEnsemble(HeadEnsemble):
         tensors = {**state["model"], **{f"generic {name}": leaf for name, leaf in state["generic"].items()}}
 
         def logits(live: Tensors, images: Tensor, e: Tensor) -> Tensor:
-            result = self.forward({**state, "model": {name: live[name] for name in own}}, images)
+            result = self.predict_with({**state, "model": {name: live[name] for name in own}}, images)
             generic = self.arch.classify({name: live[f"generic {name}"] for name in state["generic"]}, result.features)
             return torch.lerp(result.logits, generic, e)
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fedshift.blocks.descriptors import DescribedMethod
 from fedshift.core.checks import not_negative
-from fedshift.core.method import Batch, Facts, Now, Phase
+from fedshift.core.context import ClientInfo, Context, Phase
+from fedshift.core.method import Batch
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, drop, pick
 
@@ -51,27 +52,27 @@ class FedTHE(DescribedMethod):
         """Refuse settings that cannot be meant."""
         not_negative(personal_epochs=self.personal_epochs, personal_lr=self.personal_lr)
 
-    def phases(self, now: Now) -> tuple[Phase, ...]:
+    def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """Generic training, then what is done for oneself."""
-        return (Phase(name="generic"), *self.final_phases())
+        return (Phase(name="generic"), *self.last_phases(ctx))
 
-    def final_phases(self) -> tuple[Phase, ...]:
+    def last_phases(self, ctx: Context) -> tuple[Phase, ...]:
         """The private head and the descriptor on the received extractor, whose features are computed once."""
         head = self.head_phase("personal", "personal", self.personal_epochs, self.personal_lr)
         return (head, self.descriptor_phase("personal"))
 
-    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+    def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """The private head starts where everybody starts; a stranger has none."""
-        if facts.number < 0:
+        if info.unseen:
             return {}
         head = pick(model, self.arch.head)
         return {"personal": head, "descriptor": {"local": self.undescribed(model)}}
 
-    def client_init(self, down: Tree, mine: Tree) -> Tree:
+    def begin(self, down: Tree, local: Tree) -> Tree:
         """The private head sits on the extractor as it was received."""
-        personal = {**drop(down["model"], self.arch.head), **mine["personal"]}
-        local = {"local": torch.zeros_like(mine["descriptor"]["local"])}
-        return {"model": down["model"], "personal": personal, "descriptor": local}
+        personal = {**drop(down["model"], self.arch.head), **local["personal"]}
+        empty = {"local": torch.zeros_like(local["descriptor"]["local"])}
+        return {"model": down["model"], "personal": personal, "descriptor": empty}
 
     def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
         """BalancedSoftmax for the model that is shared, plain cross-entropy for the private head."""
@@ -79,22 +80,22 @@ class FedTHE(DescribedMethod):
             return super().loss(state, tensors, batch, phase)
         return self.balanced_loss(state, tensors, batch, phase)
 
-    def client_final(self, state: Tree, down: Tree, mine: Tree) -> tuple[Tree, Tree]:
+    def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:
         """Model and descriptor go up; head and descriptor stay."""
-        return {"model": state["model"], "descriptor": state["descriptor"]}, self.settle(state, down, mine)
+        return {"model": state["model"], "descriptor": state["descriptor"]}, self._kept(state)
 
-    def settle(self, state: Tree, down: Tree, mine: Tree) -> Tree:
-        """The head and the descriptor."""
+    def settle(self, state: Tree | None, down: Tree, local: Tree, ctx: Context) -> tuple[Tree, Tree]:
+        """Head and descriptor stay; the descriptor is given away too, unless it is to stay one extractor behind."""
+        kept = local if state is None else self._kept(state)
+        return self.descriptor_gift(kept) if self.sync_descriptors else {}, kept
+
+    def _kept(self, state: Tree) -> Tree:
         return {"personal": pick(state["personal"], self.arch.head), "descriptor": state["descriptor"]}
 
-    def publish(self, mine: Tree) -> Tree:
-        """The descriptor of the final extractor, unless it is to stay one extractor behind."""
-        return super().publish(mine) if self.sync_descriptors else {}
-
-    def deployed(self, down: Tree, mine: Tree) -> Tree:
+    def deployed(self, down: Tree, local: Tree) -> Tree:
         """Both heads and both descriptors; a stranger's own are the global ones."""
         return {
-            "model": {**down["model"], **mine.get("personal", {})},
+            "model": {**down["model"], **local.get("personal", {})},
             "generic": pick(down["model"], self.arch.head),
-            "descriptors": self.descriptors(down, mine),
+            "descriptors": self.descriptors(down, local),
         }

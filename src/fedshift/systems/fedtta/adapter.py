@@ -56,7 +56,7 @@ class LearnedAdaptation(Adapter):
     patience: int = 1
     include_initial: bool = False
 
-    needs: ClassVar[frozenset[str]] = frozenset({"model", SLOT})
+    requires: ClassVar[frozenset[str]] = frozenset({"model", SLOT})
     telemetry: ClassVar[tuple[str, ...]] = ("uncertainty",)
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class LearnedAdaptation(Adapter):
 
     def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
         """The adapted model's answer, and how sure it is."""
-        output = self.forward(state, x)
+        output = self.predict_with(state, x)
         doubt = entropy(output.logits) / math.log(max(output.logits.shape[1], 2))
         return output._replace(aux={**output.aux, "uncertainty": doubt.clamp(0, 1)}), state
 
@@ -103,7 +103,7 @@ class LearnedAdaptation(Adapter):
     @torch.no_grad()
     def answers(self, state: Tree, x: Tensor) -> Tensor:
         """The logits of all images."""
-        return torch.cat([self.forward(state, images).logits for images in x.split(self._block(x))])
+        return torch.cat([self.predict_with(state, images).logits for images in x.split(self._block(x))])
 
     def uncertainty(self, state: Tree, x: Tensor) -> Tensor:
         """The mean entropy of the predictions, in nats."""
@@ -118,7 +118,7 @@ class LearnedAdaptation(Adapter):
 
             def loss(tensors: Tensors, images: Tensor = images) -> tuple[Tensor, None]:
                 moved = {**state, "model": {**state["model"], **tensors}}
-                logits = self.forward(moved, images, self.arch.has_batch_norm and len(images) > 1).logits
+                logits = self.predict_with(moved, images, self.arch.has_batch_norm and len(images) > 1).logits
                 return norms(state[SLOT], logits, self.batch_size).sum() / batches, None
 
             grads, value, _ = gradient(loss, live, differentiable)

@@ -10,7 +10,8 @@ from torch import Tensor
 from fedshift.blocks.logit_exchange import AdaptedExchange, LogitExchange, divergence
 from fedshift.blocks.losses import entropy
 from fedshift.core.checks import not_negative
-from fedshift.core.method import Batch, Facts, Now, Phase
+from fedshift.core.context import ClientInfo, Context, Phase
+from fedshift.core.method import Batch
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick
 from fedshift.errors import UserError
@@ -64,15 +65,15 @@ class HeteroFedTTA(AdaptedExchange, FedTTA):
         groups = ((own, self._loss_rule()),)
         return replace(super().digest_phase(epochs), trainable=self.arch.trainable | own, groups=groups)
 
-    def private(self, now: Now) -> frozenset[str]:
+    def private(self, ctx: Context) -> frozenset[str]:
         """The whole model, and the loss."""
-        return super().private(now) | frozenset(NAMES)
+        return super().private(ctx) | frozenset(NAMES)
 
-    def birth(self, model: Tensors, facts: Facts, now: Now) -> Tree:
+    def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """A random loss beside the random network."""
-        mine = super().birth(model, facts, now)
-        head = next(iter(pick(mine["model"], self.arch.head).values()))
-        return {**mine, "model": {**mine["model"], **fresh(head, self.arch.classes)}}
+        local = super().init_local(model, info, ctx)
+        head = next(iter(pick(local["model"], self.arch.head).values()))
+        return {**local, "model": {**local["model"], **fresh(head, self.arch.classes)}}
 
     def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
         """On public images the divergences from both ensembles, on one's own FedTTA's."""
@@ -102,10 +103,10 @@ class HeteroFedTTA(AdaptedExchange, FedTTA):
         models = {"base": state["model"], "personal": self.adapted(state)}
         return {name: self.arch(tensors, x).logits for name, tensors in models.items()}
 
-    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
+    def broadcast(self, server: Tree, client: str, ctx: Context) -> Tree:
         """Both tables; who is about to serve also learns the rate of the inner step."""
-        down = LogitExchange.broadcast(self, server, client, now)
-        if not now.final:
+        down = LogitExchange.broadcast(self, server, client, ctx)
+        if not ctx.ending:
             return down
-        rate = down["consensus"]["base"].new_tensor(self.inner_lr * now.decay(self.train))
+        rate = down["consensus"]["base"].new_tensor(self.inner_lr * ctx.decay(self.train))
         return {**down, SLOT: {RATE: rate}}

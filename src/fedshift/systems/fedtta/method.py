@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fedshift.blocks.inner_step import stepped
 from fedshift.core.checks import not_negative, positive
+from fedshift.core.context import Context, Phase
 from fedshift.core.grad import gradient
-from fedshift.core.method import Batch, Method, Now, Phase
+from fedshift.core.method import Batch, Method
 from fedshift.core.optim import SGD, clip_by_norm
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, drop, pick
@@ -56,7 +57,7 @@ class FedTTA(Method):
     clip: float = 10.0  # the norm of each of the two gradients
 
     linear: ClassVar[bool] = True
-    deploys: ClassVar[frozenset[str]] = frozenset({"model", SLOT})
+    provides: ClassVar[frozenset[str]] = frozenset({"model", SLOT})
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
@@ -68,20 +69,20 @@ class FedTTA(Method):
     def _loss_rule(self) -> SGD:
         return SGD(self.loss_lr, self.loss_momentum, self.train.weight_decay)
 
-    def server_init(self, models: Mapping[str, Tensors], clients: tuple[str, ...]) -> Tree:
+    def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """The network on logits travels with the model."""
-        server = super().server_init(models, clients)
+        server = super().init_server(models, clients, public)
         head = next(iter(pick(server["model"], self.arch.head).values()))
         return {**server, "model": {**server["model"], **fresh(head, self.arch.classes)}}
 
-    def phases(self, now: Now) -> tuple[Phase, ...]:
+    def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """Both are trained, each in its own way."""
         own = frozenset(NAMES)
         return (Phase(trainable=self.arch.trainable | own, groups=((own, self._loss_rule()),)),)
 
-    def client_init(self, down: Tree, mine: Tree) -> Tree:
+    def begin(self, down: Tree, local: Tree) -> Tree:
         """Remember what was received, if there is a term for it."""
-        state = super().client_init(down, mine)
+        state = super().begin(down, local)
         return {**state, "received": drop(down["model"], NAMES)} if self.mu else state
 
     def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
@@ -103,21 +104,21 @@ class FedTTA(Method):
             value = value + self.mu * apart
         return value, output.buffers
 
-    def clipped(self, grads: Tensors, phase: Phase) -> Tensors:
-        """The gradients of model and loss, each for itself."""
+    def transform_grads(self, state: Tree, grads: Tensors, phase: Phase) -> Tensors:
+        """The gradients of model and loss are clipped, each for itself."""
         parts = [clip_by_norm(pick(grads, names), self.clip) for names, _ in self.groups(phase)]
         return {name: leaf for part in parts for name, leaf in part.items()}
 
-    def broadcast(self, server: Tree, client: str | None, now: Now) -> Tree:
+    def broadcast(self, server: Tree, client: str, ctx: Context) -> Tree:
         """Model and loss; who is about to serve with them also learns the rate they were trained with."""
-        down = super().broadcast(server, client, now)
-        if not now.final:
+        down = super().broadcast(server, client, ctx)
+        if not ctx.ending:
             return down
-        return {**down, SLOT: self._rate(down["model"], now.decay(self.train))}
+        return {**down, SLOT: self._rate(down["model"], ctx.decay(self.train))}
 
-    def deployed(self, down: Tree, mine: Tree) -> Tree:
+    def deployed(self, down: Tree, local: Tree) -> Tree:
         """The model before any adaptation, and what it can be adapted with."""
-        whole = super().deployed(down, mine)["model"]
+        whole = super().deployed(down, local)["model"]
         rate = down.get(SLOT) or self._rate(whole, 1.0)
         return {"model": drop(whole, NAMES), SLOT: {**pick(whole, NAMES), **rate}}
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fedshift.core.arch import Arch
-from fedshift.core.method import Draw, Now, Phase, Train
-from fedshift.core.schedule import Plan, batches, draw, fitting, seeds_for
+from fedshift.core.context import Context, Phase, RandomSpec
+from fedshift.core.method import Train
+from fedshift.engines.schedule import Plan, batches, draw, fitting, seeds_for
 
 
 def steps_of(n: int, phase: Phase, train: Train, seed: int, no_singles: bool) -> list[Tensor]:
@@ -113,14 +114,12 @@ def test_which_length_wins() -> None:
 
 
 def test_a_client_without_samples_does_nothing() -> None:
-    for phase in (Phase(), Phase(steps=3), Phase(trainable=frozenset())):
+    for phase in (Phase(), Phase(steps=3), Phase(kind="fold")):
         assert steps_of(0, phase, Train(), 0, True) == []
 
 
 def test_a_fold_sees_everything_once_in_order() -> None:
-    plan = steps_of(
-        17, Phase(trainable=frozenset(), epochs=5, steps=2), Train(batch_size=8, last_batch="drop"), 3, True
-    )
+    plan = steps_of(17, Phase(kind="fold", epochs=5, steps=2), Train(batch_size=8, last_batch="drop"), 3, True)
     assert torch.cat(plan).tolist() == list(range(17))
     assert sizes(plan) == [8, 8, 1]
 
@@ -138,7 +137,7 @@ def test_the_plan_is_a_function_of_its_seed() -> None:
 
 
 def test_seeds_name_run_round_client_and_purpose() -> None:
-    now = Now(3, 10, 5)
+    now = Context(3, 10, 5)
     base = Plan((Phase(),), now, 0)
     assert base.seed_for("a", "train") == Plan((), replace(now, rounds=99), 0).seed_for("a", "train")
     others = [
@@ -165,12 +164,12 @@ def test_one_sample_alone_is_normalised_with_running_statistics() -> None:
 
 def test_draws_are_functions_of_seed_step_and_id() -> None:
     wanted = {
-        "noise": Draw("normal", (2, 3)),
-        "gate": Draw("uniform"),
-        "label": Draw("integers", (2,), high=4),
-        "other": Draw("normal", (2, 3)),
+        "noise": RandomSpec("normal", (2, 3)),
+        "gate": RandomSpec("uniform"),
+        "label": RandomSpec("integers", (2,), high=4),
+        "other": RandomSpec("normal", (2, 3)),
     }
-    plan = Plan((), Now(0, 1, 1), 0)
+    plan = Plan((), Context(0, 1, 1), 0)
     seeds = seeds_for(list(wanted), plan, "a", Phase())
     assert len(set(seeds.values())) == 4
     assert seeds != seeds_for(list(wanted), plan, "b", Phase())

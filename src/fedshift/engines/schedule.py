@@ -14,8 +14,9 @@ from torch import Tensor
 
 from fedshift.core import rng
 from fedshift.core.arch import Arch
-from fedshift.core.method import Draw, Now, Phase, Train
-from fedshift.core.tree import Tensors
+from fedshift.core.batching import batch_sizes
+from fedshift.core.context import Context, Phase, RandomSpec
+from fedshift.core.method import Train
 
 
 @dataclass(frozen=True)
@@ -23,17 +24,12 @@ class Plan:
     """What the engine is asked to do with every client it is given."""
 
     phases: tuple[Phase, ...]
-    now: Now
+    ctx: Context
     seed: int
-
-    @property
-    def final(self) -> bool:
-        """Whether these are the phases after the last aggregation, whose results stay with the client."""
-        return self.now.final
 
     def seed_for(self, client: str, *purpose: object) -> int:
         """The seed of one purpose at one client in this round."""
-        moment: object = "final" if self.final else self.now.round
+        moment: object = "final" if self.ctx.ending else self.ctx.round
         return rng.seed_of(self.seed, moment, client, *purpose)
 
 
@@ -51,7 +47,7 @@ def batches(n: int, phase: Phase, train: Train, seed: int, no_singles: bool) -> 
     """
     if n == 0:
         return torch.zeros(0, dtype=torch.int64), []
-    if phase.trainable == frozenset():  # a fold looks at every sample once, in order
+    if phase.kind == "fold":  # a fold looks at every sample once, in order
         return torch.arange(n), _sizes(n, replace(train, last_batch="keep"), no_singles=False)
     sizes = _sizes(n, train, no_singles)
     steps = phase.steps
@@ -69,18 +65,6 @@ def batches(n: int, phase: Phase, train: Train, seed: int, no_singles: bool) -> 
     return orders.flatten()[: sum(sizes)], sizes
 
 
-def batch_sizes(samples: int, size: int, no_singles: bool = True) -> list[int]:
-    """How a set is cut into batches; where one sample alone is no batch, a last one joins those before it.
-
-    >>> batch_sizes(7, 3), batch_sizes(6, 3), batch_sizes(1, 3), batch_sizes(7, 3, no_singles=False)
-    ([3, 4], [3, 3], [1], [3, 3, 1])
-    """
-    full, rest = divmod(samples, size)
-    if rest == 1 and full and no_singles:
-        return [*[size] * (full - 1), size + 1]
-    return [size] * full + [rest] * (rest > 0)
-
-
 def _sizes(n: int, train: Train, no_singles: bool) -> list[int]:
     """The batch sizes of one epoch."""
     full, rest = divmod(n, train.batch_size)
@@ -95,7 +79,7 @@ def fitting(phase: Phase, arch: Arch, size: int) -> Phase:
 
 
 def draw(
-    wanted: Mapping[str, Draw],
+    wanted: Mapping[str, RandomSpec],
     seeds: Mapping[str, int | Tensor],
     ids: Tensor,
     dtype: torch.dtype,
@@ -115,14 +99,3 @@ def draw(
 def seeds_for(wanted: Sequence[str], plan: Plan, client: str, phase: Phase) -> dict[str, int]:
     """One seed per draw of a phase."""
     return {name: plan.seed_for(client, phase.name, "draw", name) for name in wanted}
-
-
-def at_once(tensors: Tensors, x: Tensor, views: int, budget: int = 1 << 32) -> int:
-    """How many samples to tune together: their weights, gradients and activations should stay within about ``budget``.
-
-    >>> at_once({"w": torch.zeros(1000)}, torch.zeros(5, 3, 32, 32), views=16, budget=1 << 30)
-    85
-    """
-    weights = 3 * sum(leaf.numel() * leaf.element_size() for leaf in tensors.values())
-    activations = 64 * views * x[0].numel() * x.element_size() if len(x) else 1
-    return max(1, min(1024, budget // max(weights + activations, 1)))
