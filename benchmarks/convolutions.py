@@ -70,7 +70,7 @@ def milliseconds(work: Callable[[], object], repeats: int = 10) -> float:
     return (time.perf_counter() - began) / repeats * 1e3
 
 
-def slopes(layer: Layer, convolution: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], object]:
+def gradients(layer: Layer, convolution: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], object]:
     """A pass there and back through every client's layer."""
     x = torch.randn(layer.clients, layer.batch, layer.channels, layer.side, layer.side, device="cuda")
     weight = torch.randn(layer.clients, layer.kernels, layer.channels, layer.size, layer.size, device="cuda")
@@ -91,7 +91,7 @@ def main() -> None:
         stride, padding = (layer.stride, layer.stride), (layer.padding, layer.padding)
         with steady(tf32=True):
             ways = {name: partial(way, stride=stride, padding=padding) for name, way in convolutions.WAYS.items()}
-            found = {name: milliseconds(slopes(layer, way)) for name, way in ways.items()}
+            found = {name: milliseconds(gradients(layer, way)) for name, way in ways.items()}
         images = (layer.batch, layer.channels, layer.side, layer.side)
         kernels = (layer.kernels, layer.channels, layer.size, layer.size)
         taken = convolutions.fastest(layer.clients, images, kernels, stride, padding, ours=True)

@@ -137,27 +137,6 @@ def test_convolutions_as_products_change_nothing(name: str, norm: bool) -> None:
         check_equal(reference, federate(method, Vmapped(here), here, 2), 1e-9)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize(("name", "norm"), CASES)
-def test_vmapped_on_cuda_equals_sequential(name: str, norm: bool) -> None:
-    method = make(name, norm)
-    if method is None:
-        return
-    here, there = (Compute(torch.device(d), torch.float64) for d in ("cpu", "cuda"))
-    check_equal(federate(method, Sequential(here), here, 4), federate(method, Vmapped(there), there, 4), 1e-9)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_captured_steps_serve_rounds_with_other_clients(compiled: bool) -> None:
-    method = make("scaffold", True)
-    assert method is not None
-    here, there = (Compute(torch.device(d), torch.float64) for d in ("cpu", "cuda"))
-    task = ragged_task((40, 33, 64, 20, 40, 16, 16, 48))
-    reference = federate(method, Sequential(here), here, 8, task, 0.5)
-    check_equal(reference, federate(method, Vmapped(there, compile_step=compiled), there, 8, task, 0.5), 1e-9)
-
-
 @pytest.mark.parametrize(
     "changes",
     [

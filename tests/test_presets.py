@@ -178,15 +178,15 @@ def test_small_scale_is_smaller(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_says_what_it_needs(name: str) -> None:
     spec = Experiment.load(name).data
-    assert len(spec.requires) > 60
-    assert "\n" not in spec.requires
-    assert "split" in spec.requires  # whether the file's own is used
+    assert len(spec.needs) > 60
+    assert "\n" not in spec.needs
+    assert "split" in spec.needs  # whether the file's own is used
     assert "$FEDSHIFT_DATA" in spec.source
     for word, hub in HUB.items():
         if re.search(rf"FEDSHIFT_DATA/{word}\b", spec.source):
-            assert hub in spec.requires, word
+            assert hub in spec.needs, word
     if name in ("rotations", "writers"):  # their default is a file of ours, so they name what the hub has instead
-        assert "ylecun/mnist" in spec.needs or "writers-femnist" in spec.requires
+        assert "ylecun/mnist" in spec.needs or "writers-femnist" in spec.needs
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -546,7 +546,7 @@ def test_only_tents_affine_variant_needs_batch_norm() -> None:
                 "which model 'mlp' does not have"
             )
     needy = replace(adapter_on(arch, "none"))
-    object.__setattr__(needy, "needs", frozenset({"model", "personal-head"}))
+    object.__setattr__(needy, "requires", frozenset({"model", "personal-head"}))
     sentence = "adapter 'none' needs personal-head, which method 'fedavg' does not deploy"
     assert missing_for_pair("fedavg", FedAvg.provides, "none", needy) == sentence
 

@@ -22,7 +22,7 @@ from fedshift.runs.setup import Setup
 from fedshift.store.state import State
 from tests.conftest import ragged_task, tiny_train
 
-SIDE = 12  # both convolutions are padded here and have more places than FEW_PLACES: kernels of our own take them
+SIDE = 12  # both convolutions are padded here and have more positions than FEW_POSITIONS: kernels of our own take them
 TASK = ragged_task((24, 24, 17, 24, 9), side=SIDE)
 GPU = torch.device("cuda")
 DOUBLE = Compute(dtype=torch.float64)

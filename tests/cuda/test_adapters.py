@@ -1,4 +1,4 @@
-"""Every adapter on a GPU answers as it does on a CPU.
+"""Every adapter on a GPU outputs as it does on a CPU.
 
 Nothing is listed by hand: a new adapter joins by being registered.
 """
@@ -27,7 +27,7 @@ from tests.conftest import ragged_task, tiny_train
 from tests.cuda.fast import DOUBLE, GPU
 
 LOSS_OFF_BY = 2e-2  # of the loss of all streams, in fast single precision
-ANSWERS_OFF_BY = 0.02  # of all right answers
+ANSWERS_OFF_BY = 0.02  # of all right outputs
 TASK = ragged_task((33, 7, 20, 40))
 SHAPE = (3, 8, 8)
 STREAMS = ("train", "test")

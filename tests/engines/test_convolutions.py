@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +16,11 @@ from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
 
 from fedshift.core.arch import Arch
+from fedshift.engines.auto import compute_for
 from fedshift.engines.base import Compute
 from fedshift.engines.cuda import convolutions, trilinear
 from fedshift.engines.cuda.convolutions import StackedConvolutions, by_patches, fastest, implicit_pays
 from fedshift.engines.cuda.geometry import Geometry, Role
-from fedshift.engines.torch_flags import steady
 from fedshift.engines.vmapped.engine import COMPILE_PAYS, compiling_pays
 from fedshift.methods.fedavg import FedAvg
 
@@ -38,12 +41,12 @@ def meta_gradients(convolution: Convolution, *tensors: Tensor) -> tuple[Tensor, 
     """Of a loss after a step on another, of stacked clients: every derivative there is."""
 
     def inner(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        answers: Tensor = convolution(x, weight, bias)
-        return answers.sin().square().sum()
+        outputs: Tensor = convolution(x, weight, bias)
+        return outputs.sin().square().sum()
 
     def outer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        slopes: tuple[Tensor, Tensor, Tensor] = grad(inner, (0, 1, 2))(x, weight, bias)
-        return inner(x - 0.1 * slopes[0], weight - 0.1 * slopes[1], bias) + slopes[2].square().sum()
+        gradients: tuple[Tensor, Tensor, Tensor] = grad(inner, (0, 1, 2))(x, weight, bias)
+        return inner(x - 0.1 * gradients[0], weight - 0.1 * gradients[1], bias) + gradients[2].square().sum()
 
     found: tuple[Tensor, ...] = vmap(grad(outer, (0, 1, 2)))(*tensors)
     return found
@@ -74,7 +77,7 @@ def test_one_image_shared_by_all_clients(way: Way) -> None:
     ("channels", "side", "settings", "chosen"),
     [
         (3, 32, {"padding": 2}, True),  # a small patch
-        (64, 4, {"padding": 2}, True),  # few places
+        (64, 4, {"padding": 2}, True),  # few positions
         (64, 32, {"padding": 2}, False),
         (3, 32, {"padding": "same"}, False),
         (3, 32, {"dilation": 2}, False),
@@ -122,13 +125,13 @@ def test_clients_of_clients_and_forward_derivatives_of_gradients(way: Way) -> No
     x, weight = torch.randn(2, 3, 2, 3, 6, 6, dtype=torch.double), torch.randn(2, 3, 5, 3, 3, 3, dtype=torch.double)
     along = torch.randn_like(weight)
 
-    def slopes(convolution: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def gradients(convolution: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         stacked = vmap(vmap(grad(lambda w, x: convolution(x, w).sin().sum())))
         found: tuple[Tensor, Tensor] = jvp(lambda w: stacked(w, x), (weight,), (along,))
         return found
 
-    expected = slopes(lambda x, w: F.conv2d(x, w, None, 1, 1))
-    for one, other in zip(slopes(lambda x, w: way(x, w, None, (1, 1), (1, 1))), expected, strict=True):
+    expected = gradients(lambda x, w: F.conv2d(x, w, None, 1, 1))
+    for one, other in zip(gradients(lambda x, w: way(x, w, None, (1, 1), (1, 1))), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
@@ -136,7 +139,7 @@ def test_clients_of_clients_and_forward_derivatives_of_gradients(way: Way) -> No
     ("kernels", "stride", "chosen"),
     [
         ((64, 32, 5, 5), (1, 1), True),
-        ((64, 32, 5, 5), (2, 2), False),  # zeros between answers on the way back
+        ((64, 32, 5, 5), (2, 2), False),  # zeros between outputs on the way back
         ((64, 3, 7, 7), (2, 2), True),  # pictures have no way back
         ((32, 16, 3, 3), (2, 2), False),  # nor picture nor whole steps of channels
         ((64, 3, 11, 11), (4, 4), False),
@@ -169,13 +172,19 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 
 def test_kernels_of_our_own_need_leave_to_round(pretended: torch.device) -> None:
-    """TF32 has ten bits: for ``precision = "fast"`` only."""
-    with steady(fast=True):
-        assert trilinear.has_kernels(pretended, torch.float32)
-        assert not trilinear.has_kernels(pretended, torch.float64)
-        assert not trilinear.has_kernels(torch.device("cpu"), torch.float32)
-    with steady(fast=False):
-        assert not trilinear.has_kernels(pretended, torch.float32)
+    """TF32 has ten bits."""
+    assert trilinear.has_kernels(Compute(pretended, tf32=True))
+    assert not trilinear.has_kernels(Compute(pretended, torch.float64, tf32=True))
+    assert not trilinear.has_kernels(Compute(tf32=True))
+    assert not trilinear.has_kernels(Compute(pretended))
+
+
+@pytest.mark.parametrize(("name", "tf32"), [("auto", True), ("tf32", True), ("float32", False), ("float64", False)])
+def test_a_gpu_rounds_to_tf32_unless_asked_otherwise(monkeypatch: pytest.MonkeyPatch, name: str, tf32: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    dtype = torch.float64 if name == "float64" else torch.float32
+    assert compute_for("cuda", name) == Compute(torch.device("cuda"), dtype, tf32)
+    assert compute_for("cpu", name) == Compute(dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -187,10 +196,91 @@ def test_long_runs_are_compiled_but_for_convolutions_that_a_compiler_would_slow_
     first = [nn.Conv2d(1, kernels, 3)] if kernels else []
     numbers = kernels * 36 or 64
     arch = Arch.of(lambda: nn.Sequential(*first, nn.Flatten(), nn.Linear(numbers, 2)), (1, 8, 8))
-    method, compute = FedAvg(arch), Compute(pretended)
-    with steady(fast):
-        assert compiling_pays(method, 10 * COMPILE_PAYS, compute) == compiled
-        assert not compiling_pays(method, 0.1 * COMPILE_PAYS, compute)
+    method, compute = FedAvg(arch), Compute(pretended, tf32=fast)
+    assert compiling_pays(method, 10 * COMPILE_PAYS, compute) == compiled
+    assert not compiling_pays(method, 0.1 * COMPILE_PAYS, compute)
+
+
+@pytest.fixture
+def trial(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], list[tuple[int, object]]]]:
+    """A GPU whose trial of kernels comes to what it is told; gives the list of threads and levels it ran in."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+
+    def coming_to(reason: str) -> list[tuple[int, object]]:
+        ran: list[tuple[int, object]] = []
+
+        def tried(_: torch.device) -> str:
+            ran.append((threading.get_ident(), torch._C._functorch.maybe_current_level()))
+            return reason
+
+        monkeypatch.setattr(trilinear, "_tried", tried)
+        trilinear.works.cache_clear()
+        return ran
+
+    yield coming_to
+    trilinear.works.cache_clear()  # what was pretended is no other test's
+
+
+def asked_inside_a_transform() -> list[bool]:
+    found: list[bool] = []
+
+    def asking(x: Tensor) -> Tensor:
+        assert torch._C._functorch.maybe_current_level() is not None
+        found.append(trilinear.has_kernels(Compute(torch.device("cuda"), tf32=True)))
+        return x
+
+    vmap(asking)(torch.zeros(2, 3))
+    return found
+
+
+def test_kernels_are_tried_outside_of_any_transform(trial: Callable[[str], list[tuple[int, object]]]) -> None:
+    ran = trial("")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert asked_inside_a_transform() == [True]
+    ((thread, level),) = ran
+    assert thread != threading.get_ident()
+    assert level is None
+
+
+def test_why_there_are_no_kernels_is_said_once(trial: Callable[[str], list[tuple[int, object]]]) -> None:
+    ran = trial("Triton cannot run here: no compiler")
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        assert [asked_inside_a_transform() for _ in range(2)] == [[False], [False]]
+    assert len(ran) == 1
+    assert [str(one.message) for one in given] == [
+        "our own convolution kernels are off (Triton cannot run here: no compiler); cuDNN's take their place"
+    ]
+
+
+def test_normalisation_that_cudnn_refuses_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = torch.randn(6, 3), torch.rand(3), torch.rand(3)
+    mean, var = torch.zeros(3), torch.ones(3)
+    expected_mean, expected_var = mean.clone(), var.clone()
+    expected = F.batch_norm(x, expected_mean, expected_var, weight, bias, training=True)
+
+    def refusing(*_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("Expected input->is_contiguous(...)")
+
+    monkeypatch.setattr(F, "batch_norm", refusing)
+    found = convolutions._normalised(x, mean, var, weight, bias, training=True)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close((mean, var), (expected_mean, expected_var))
+    with pytest.raises(RuntimeError):  # what is really wrong is said
+        convolutions._normalised(x, mean[:2], var, weight, bias, training=True)
+
+
+def test_ways_are_noted() -> None:
+    used: set[str] = set()
+    few, many = torch.nn.Conv2d(3, 8, 5), torch.nn.Conv2d(64, 8, 5)
+    with StackedConvolutions(2, used):
+        few(torch.randn(2, 3, 9, 9))
+        assert used == {"patches"}
+        many(torch.randn(2, 64, 9, 9))
+    assert used == {"patches", "groups"}
 
 
 # Triton's interpreter (3.6) needs NumPy below 2.4
@@ -210,7 +300,7 @@ def test_kernels_of_our_own(
     stride: tuple[int, int],
     padding: tuple[int, int],
 ) -> None:
-    """Each of images, kernels and answers from the other two, as exact as TF32 is."""
+    """Each of images, kernels and outputs from the other two, as exact as TF32 is."""
     from fedshift.engines.cuda.kernels import MAKERS
 
     geometry = Geometry(image, size, stride, padding)
@@ -218,34 +308,13 @@ def test_kernels_of_our_own(
     shapes = {
         Role.IMAGES: (2, 4, channels, *image),
         Role.KERNELS: (2, out, channels, *size),
-        Role.ANSWERS: (2, 4, out, *geometry.places),
+        Role.OUTPUTS: (2, 4, out, *geometry.positions),
     }
     given = {role: torch.randn(shape, dtype=torch.double, generator=generator) for role, shape in shapes.items()}
     rounded = {role: tensor.to("cuda" if HAS_GPU else "cpu", torch.float32) for role, tensor in given.items()}
     for role, make in MAKERS.items():
         expected, found = trilinear.BY_GROUPS[role](given, geometry), make(rounded, geometry).cpu().double()
         assert float((found - expected).norm() / expected.norm()) < (1e-3 if HAS_GPU else 1e-5)
-
-
-@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU and Triton")
-def test_meta_gradients_by_kernels_of_our_own_in_a_captured_graph() -> None:
-    shapes = [(4, 8, 32, 16, 16), (4, 64, 32, 5, 5), (4, 64)]
-    tensors = [0.05 * torch.randn(shape, device="cuda") for shape in shapes]
-
-    def work() -> tuple[Tensor, ...]:
-        return meta_gradients(lambda x, w, b: trilinear.convolution(x, w, b, (1, 1), (2, 2)), *tensors)
-
-    exact = [tensor.double() for tensor in tensors]
-    expected = meta_gradients(lambda x, w, b: F.conv2d(x, w, b, 1, 2), *exact)
-    with steady(fast=True):
-        for _ in range(3):
-            work()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = work()
-        graph.replay()
-    for one, other in zip(found, expected, strict=True):
-        assert float((one.double() - other).norm() / other.norm()) < 1e-2
 
 
 def test_grouped_and_single_images_go_on_as_they_are() -> None:

@@ -102,7 +102,8 @@ def test_the_folder_of_a_run(tmp_path: Path) -> None:
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert files == sorted(
         ["config.toml", "metrics.jsonl", "ckpt-000003.safetensors", "best.safetensors", "done", "costs.json",
-         "snapshot.safetensors", "adapters/none.jsonl", "adapters/tent lr=0.01.jsonl"]
+         "snapshot.safetensors", "adapters/none.jsonl", "adapters/tent lr=0.01.jsonl", "artefacts/complete",
+         *(f"artefacts/{name}/{file}" for name in SIZES for file in ("config.toml", "model.safetensors"))]
     )  # fmt: skip
     task = make_task(experiment, 4, POOL)
     config = tomllib.loads((folder / "config.toml").read_text())

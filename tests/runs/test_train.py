@@ -35,6 +35,15 @@ SMALL = Experiment(
 )
 
 
+@pytest.mark.parametrize("engine", ["sequential", "vmapped"])
+def test_a_finished_run_says_how_it_was_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    monkeypatch.setattr(Vmapped, "convolutions", frozenset({"patches", "implicit"}))  # which a GPU would note
+    result = run(SMALL.model_copy(update={"rounds": 1}), tmp_path, engine=engine)
+    done = json.loads((result.folders[0] / "done").read_text())
+    assert (done["engine"], done["precision"], done["device"]) == (engine, "float32", "cpu")
+    assert done.get("convolutions") == (["implicit", "patches"] if engine == "vmapped" else None)
+
+
 def as_on_a_gpu(jobs: list[Job], *_: object) -> list[list[Job]]:
     return training.stackable(jobs, 256)
 

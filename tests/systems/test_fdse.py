@@ -202,12 +202,12 @@ class Reference:
                 joined = name.rsplit(".", 1)[0] if self.options.get("granularity") == "layer" else name
                 together = [n for n in OWN if n == joined or n.rsplit(".", 1)[0] == joined]
                 rows = [torch.cat([end[n].flatten() for n in together]) for end in ends]
-                for k, local in enumerate(rows):
-                    scores = [float((local / local.norm() * (v / v.norm())).sum()) / self.options["tau"] for v in rows]
+                for k, row in enumerate(rows):
+                    scores = [float((row / row.norm() * (v / v.norm())).sum()) / self.options["tau"] for v in rows]
                     shares = torch.softmax(torch.tensor(scores, dtype=torch.float64), 0).tolist()
                     own[k][name] = sum(share * value for share, value in zip(shares, values, strict=True))
-        for net, end, local in zip(self.nets, ends, own, strict=True):
-            net.load({**end, **self.server, **local})
+        for net, end, mixed in zip(self.nets, ends, own, strict=True):
+            net.load({**end, **self.server, **mixed})
 
 
 def compare(rounds: int = 2, **options: Any) -> tuple[State, Reference]:

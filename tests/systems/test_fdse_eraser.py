@@ -399,9 +399,9 @@ def test_the_distance_number_by_number(beta: float) -> None:
 def test_the_distance_is_zero_exactly_when_means_and_mean_variances_are_equal() -> None:
     anchor = statistics(100, "anchor")
     same = {
-        f"{name}.{local}": anchor[f"{name}.{theirs}"].clone()
+        f"{name}.{ours}": anchor[f"{name}.{theirs}"].clone()
         for name in BLOCKS
-        for local, theirs in zip(erasure.TRACKED, erasure.ANCHORS, strict=True)
+        for ours, theirs in zip(erasure.TRACKED, erasure.ANCHORS, strict=True)
     }
     assert float(inconsistency(same, anchor, BLOCKS, 0.3)) == 0.0
     turned = {name: leaf.roll(1) if name.endswith("var") else leaf for name, leaf in same.items()}

@@ -68,15 +68,15 @@ def of_client(steps: Steps, size: int) -> Steps:
     return [step for step in steps if int(step[0]["now"]["samples"]) == size]
 
 
-def server_context(fed: Session, number: int, samples: Tensor) -> ServerContext:
+def server_context(rounds: int, number: int, samples: Tensor) -> ServerContext:
     """What the server knows in round ``number``, with messages of clients of these sizes."""
     seed = rng.seed_of(SEED, number, "server")
-    return ServerContext(number, fed.rounds, len(SIZED.clients), samples=samples, seed=seed)
+    return ServerContext(number, rounds, len(SIZED.clients), samples=samples, seed=seed)
 
 
 def server_draws(number: int, purpose: str = "") -> int:
     """The seed of a purpose of the server in this round."""
-    return server_seed({"seed": torch.tensor(rng.seed_of(SEED, number, "server"))}, purpose)
+    return server_seed(server_context(ROUNDS, number, torch.zeros(0)), purpose)
 
 
 def floats(tensors: Mapping[str, Tensor]) -> int:
@@ -349,7 +349,7 @@ def test_the_generator_is_frozen_at_the_client_and_heads_are_at_the_server(metho
         assert all(equal(step[0]["generator"], before["generator"]) for step in steps)
         assert all(not torch.equal(state.server["generator"][n], before["generator"][n]) for n in before["generator"])
         ups = {name: reply.up for name, reply in watch.replies[number].items()}
-        ctx = server_context(fed, number, torch.tensor([5.0, 9.0, 12.0]))
+        ctx = server_context(fed.rounds, number, torch.tensor([5.0, 9.0, 12.0]))
         averaged, _ = FedAvg(fed.setup.method.arch, TRAIN).aggregate(before, ups, ctx)
         assert equal(state.server["model"], averaged["model"])  # the generator's steps move no head
 
@@ -441,7 +441,7 @@ def test_the_generator_learns_from_those_who_came_and_were_sound() -> None:
     assert report.diverged == ("b",)
     assert all(bool(leaf.isfinite().all()) for slot in state.server.values() for leaf in slot.values())
     sound = {name: watch.replies[0][name].up for name in "ac"}
-    ctx = server_context(fed, start.round, torch.tensor([5.0, 12.0]))
+    ctx = server_context(fed.rounds, start.round, torch.tensor([5.0, 12.0]))
     assert equal_trees(state.server, fed.setup.method.aggregate(start.server, sound, ctx)[0])
 
 
@@ -565,9 +565,8 @@ def test_everybody_serves_with_the_global_model(method: str, options: dict[str, 
     assert set(served) == {"a", "b", "c", "new0", "new1"}
     for tree in served.values():
         assert equal_trees(tree, {"model": state.server["model"]})
-    assert set(fed.setup.method.broadcast(state.server, "new0", replace(fed.context(state.round), stage="unseen"))) == {
-        "model"
-    }
+    ctx = replace(fed.context(state.round), stage="unseen")
+    assert set(fed.setup.method.broadcast(state.server, "new0", ctx)) == {"model"}
 
 
 def test_fedcir_predicts_with_samples_or_with_the_mean() -> None:

@@ -486,8 +486,8 @@ def test_without_sharing_every_client_has_its_own_encoder_then_its_own_head() ->
             F.cross_entropy(module((x - 0.5) / 0.5), batch["y"]).backward()
             optimiser.step()
         assert far(pick(tree["model"], HEAD), pick(dict(module.state_dict()), HEAD)) < 1e-12
-        local = mean_feature(AWKWARD, local, client)
-        assert float((tree["descriptors"]["local"] - local).abs().max()) < 1e-12
+        feature = mean_feature(AWKWARD, local, client)
+        assert float((tree["descriptors"]["local"] - feature).abs().max()) < 1e-12
     alone, _ = whole(fedicon(make_task((5,)), share=False)[0])
     assert equal(alone.locals["a"]["model"], state.locals["a"]["model"])  # the others made no difference
 

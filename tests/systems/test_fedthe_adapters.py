@@ -481,7 +481,7 @@ def test_chunks_of_any_size_give_the_same_answers(name: str, monkeypatch: pytest
     assert scores[0].correct == int((single[0].argmax(1) == samples.labels[samples.index]).sum())
     assert len({score.telemetry["e"].counts for score in scores if score.telemetry}) <= 1
     plain, _ = collected(
-        ADAPTERS["none"].make(arch=adapter.arch, predict_with=adapter.predict), tree, samples, Compute()
+        ADAPTERS["none"].make(arch=adapter.arch, predict_with=adapter.predict_with), tree, samples, Compute()
     )
     assert float((single[0] - plain).abs().max()) > 1e-3  # it did something
 

@@ -1,9 +1,9 @@
 """Convolutions of stacked clients, each the way that is fastest.
 
 ``vmap`` makes one convolution with K groups of the convolutions of K clients. cuDNN is good at those, but not where a group
-has few input channels, nor on maps of a few places, for which it has no kernel on tensor cores. Two other ways:
+has few input channels, nor on maps of a few positions, for which it has no kernel on tensor cores. Two other ways:
 
-- Patches: those of the images are written out, one row for each place, and multiplied with every client's kernels at once.
+- Patches: those of the images are written out, a row for each position, and multiplied with every client's kernels at once.
 - Implicit: kernels of our own read the patches where they lie (``kernels.py``), where products may round to TF32.
 
 ``benchmarks/convolutions.py`` measures all of them.
@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fedshift.engines.cuda import trilinear
-from fedshift.engines.cuda.geometry import Geometry, Pair, places
+from fedshift.engines.cuda.geometry import Geometry, Pair, positions
 
-FEW_PLACES = 16  # cuDNN has no fast kernel for a map of so many
+FEW_POSITIONS = 16  # cuDNN has no fast kernel for a map of so many
 SMALL_PATCH = 100  # numbers in a patch that is cheap to write out
 MOST_NUMBERS = 1 << 29  # in one layer's patches, which training keeps until it goes back
 CHANNELS = 32  # kernels of our own like channels in multiples of this (``implicit.SUM``), but for those of pictures
@@ -134,11 +134,11 @@ def fastest(stack: int, images: Shape, kernels: Shape, stride: Pair, padding: Pa
     'groups'
     """
     geometry = Geometry(images[2:], kernels[2:], stride, padding)
-    spots, patch = math.prod(geometry.places), math.prod(kernels[1:])
+    spots, patch = math.prod(geometry.positions), math.prod(kernels[1:])
     largest = images[0] * max(images[1], kernels[0]) * math.prod(geometry.frame)
     ours = ours and stack > 1 and implicit_pays(kernels, stride) and largest < ADDRESSABLE
     writable = stack * images[0] * spots * patch <= MOST_NUMBERS
-    if writable and (spots <= FEW_PLACES or (patch <= SMALL_PATCH and not ours)):
+    if writable and (spots <= FEW_POSITIONS or (patch <= SMALL_PATCH and not ours)):
         return "patches"
     return "implicit" if ours else "groups"
 
@@ -151,19 +151,19 @@ def implicit_pays(kernels: Shape, stride: Pair) -> bool:
     """
     out, channels, tall, wide = kernels
     first = channels <= PICTURES and channels * tall * wide <= PICTURE_PATCH
-    # on the way back, which pictures do not need, a stride means zeros between answers that cost as much as answers
+    # on the way back, which pictures do not need, a stride means zeros between outputs that cost as much as outputs
     later = channels % CHANNELS == 0 and stride == (1, 1)
     return out % CHANNELS == 0 and tall * wide > 1 and (first or later)
 
 
 def by_patches(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
-    """A convolution as one product: patches (images and places, numbers of a patch) with kernels."""
+    """A convolution as one product: patches (images and positions, numbers of a patch) with kernels."""
     down, across = padding
     padded, size = F.pad(x, (across, across, down, down)), (weight.shape[2], weight.shape[3])
-    tall, wide = places((padded.shape[2], padded.shape[3]), size, stride)
-    answers = F.linear(_patches(padded, size, stride), weight.flatten(1), bias)
+    tall, wide = positions((padded.shape[2], padded.shape[3]), size, stride)
+    outputs = F.linear(_patches(padded, size, stride), weight.flatten(1), bias)
     # vmap cannot make tensors in the order of memory that CUDA's BatchNorm would choose for channels last
-    return answers.reshape(len(x), tall, wide, len(weight)).permute(0, 3, 1, 2).contiguous()
+    return outputs.reshape(len(x), tall, wide, len(weight)).permute(0, 3, 1, 2).contiguous()
 
 
 WAYS: Mapping[str, Callable[[Tensor, Tensor, Tensor | None, Pair, Pair], Tensor]] = {
@@ -201,8 +201,8 @@ class _Patches(torch.autograd.Function):
         ctx.shape, ctx.size, ctx.stride = tuple(inputs[0].shape), inputs[1], inputs[2]
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
-        return _joined(slope, ctx.shape, ctx.size, ctx.stride), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _joined(gradient, ctx.shape, ctx.size, ctx.stride), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
@@ -221,12 +221,12 @@ class _Patches(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """The transpose of ``_Patches``: every pixel is the sum over its places in patches."""
+    """The transpose of ``_Patches``: every pixel is the sum over its positions in patches."""
 
     @staticmethod
     def forward(rows: Tensor, shape: Shape, size: Pair, stride: Pair) -> Tensor:
         count, channels = shape[:2]
-        tall, wide = places(shape[2:], size, stride)
+        tall, wide = positions(shape[2:], size, stride)
         views = rows.reshape(count, tall, wide, channels, *size).permute(0, 3, 1, 2, 4, 5)
         part = (count, channels, tall, shape[3], size[0])
         columns = torch.ops.aten.unfold_backward(views.contiguous(), part, 3, size[1], stride[1])
@@ -238,8 +238,8 @@ class _Joined(torch.autograd.Function):
         ctx.shape, ctx.size, ctx.stride = inputs[1], inputs[2], inputs[3]
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None]:
-        return _patches(slope, ctx.size, ctx.stride), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _patches(gradient, ctx.size, ctx.stride), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:

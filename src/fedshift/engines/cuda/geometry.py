@@ -13,13 +13,13 @@ class Role(Enum):
 
     IMAGES = "images"  # (K, N, C, H, W)
     KERNELS = "kernels"  # (K, D, C, R, S)
-    ANSWERS = "answers"  # (K, N, D, OH, OW), or slopes of them
+    OUTPUTS = "outputs"  # (K, N, D, OH, OW), or gradients of them
 
 
 class Geometry(NamedTuple):
     """Heights and widths.
 
-    >>> Geometry(image=(32, 32), size=(5, 5), stride=(1, 1), padding=(2, 2)).places
+    >>> Geometry(image=(32, 32), size=(5, 5), stride=(1, 1), padding=(2, 2)).positions
     (32, 32)
     """
 
@@ -34,15 +34,15 @@ class Geometry(NamedTuple):
         return self.image[0] + 2 * self.padding[0], self.image[1] + 2 * self.padding[1]
 
     @property
-    def places(self) -> Pair:
-        """How many answers lie below and beside each other."""
-        return places(self.frame, self.size, self.stride)
+    def positions(self) -> Pair:
+        """How many outputs lie below and beside each other."""
+        return positions(self.frame, self.size, self.stride)
 
 
-def places(frame: Pair, size: Pair, stride: Pair) -> Pair:
+def positions(frame: Pair, size: Pair, stride: Pair) -> Pair:
     """Of a kernel in a frame.
 
-    >>> places((9, 11), (3, 3), (2, 2))
+    >>> positions((9, 11), (3, 3), (2, 2))
     (4, 5)
     """
     return (frame[0] - size[0]) // stride[0] + 1, (frame[1] - size[1]) // stride[1] + 1

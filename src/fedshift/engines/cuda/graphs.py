@@ -101,11 +101,11 @@ def _copy(source: Tree, target: Tree) -> None:
 
 
 def _apart(moved: Tree, static: Tree) -> Tree:
-    """A step may hand an old value on under another name; it is copied before its place is overwritten."""
-    places = {leaf.data_ptr() for leaves in static.values() for leaf in leaves.values()}
+    """A step may hand an old value on under another name; it is copied before its position is overwritten."""
+    positions = {leaf.data_ptr() for leaves in static.values() for leaf in leaves.values()}
     return {
         slot: {
-            name: leaf.clone() if leaf.data_ptr() in places - {static[slot][name].data_ptr()} else leaf
+            name: leaf.clone() if leaf.data_ptr() in positions - {static[slot][name].data_ptr()} else leaf
             for name, leaf in leaves.items()
         }
         for slot, leaves in moved.items()

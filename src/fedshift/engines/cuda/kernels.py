@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedshift.engines.cuda.geometry import Geometry, Pair, Role, places
+from fedshift.engines.cuda.geometry import Geometry, Pair, Role, positions
 
 SUM = 32  # numbers that every step of a sum takes; channels come last if that makes whole steps of them
 BLOCKS = 1024  # enough to keep a GPU busy: sums over images are split until there are so many
@@ -32,30 +32,30 @@ BLOCKS = 1024  # enough to keep a GPU busy: sums over images are split until the
 WIDE_TILES = (128, 64, 4, 3)
 NARROW_TILES = (256, 32, 8, 3)  # for up to 32 kernels
 TABLE_TILES = (32, 64, 4, 4)
-SLOPE_TILES = (64, 128, 4, 3)
+GRADIENT_TILES = (64, 128, 4, 3)
 
 
-def answers(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
+def outputs(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
     """The convolution itself."""
     x, w = given[Role.IMAGES], given[Role.KERNELS]
     return correlate(x, w, geometry.frame, geometry.padding, (1, 1), geometry.stride)
 
 
 def kernels(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
-    """What kernels get from slopes of answers."""
-    return slopes(given[Role.IMAGES], given[Role.ANSWERS], geometry)
+    """What kernels get from gradients of outputs."""
+    return gradients(given[Role.IMAGES], given[Role.OUTPUTS], geometry)
 
 
 def images(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
-    """What images get: answers, as far apart as they were taken, correlated with the kernels turned round."""
-    w, y = given[Role.KERNELS], given[Role.ANSWERS]
+    """What images get: outputs, as far apart as they were taken, correlated with the kernels turned round."""
+    w, y = given[Role.KERNELS], given[Role.OUTPUTS]
     reach = (geometry.size[0] - 1, geometry.size[1] - 1)
     frame = (geometry.image[0] + reach[0], geometry.image[1] + reach[1])
     corner = (reach[0] - geometry.padding[0], reach[1] - geometry.padding[1])
     return correlate(y, w.flip(3, 4).transpose(1, 2), frame, corner, geometry.stride, (1, 1))
 
 
-MAKERS = {Role.ANSWERS: answers, Role.KERNELS: kernels, Role.IMAGES: images}
+MAKERS = {Role.OUTPUTS: outputs, Role.KERNELS: kernels, Role.IMAGES: images}
 
 
 def correlate(x: Tensor, w: Tensor, frame: Pair, corner: Pair, apart: Pair, stride: Pair) -> Tensor:
@@ -65,7 +65,7 @@ def correlate(x: Tensor, w: Tensor, frame: Pair, corner: Pair, apart: Pair, stri
     """
     clients, count, channels = x.shape[:3]
     out, size = w.shape[1], (w.shape[3], w.shape[4])
-    down, across = places(frame, size, stride)
+    down, across = positions(frame, size, stride)
     last = channels % SUM == 0
     tiles = (NARROW_TILES if out <= NARROW_TILES[1] else WIDE_TILES) if last else TABLE_TILES
     rows_tile, columns_tile, warps, stages = tiles
@@ -88,11 +88,11 @@ def correlate(x: Tensor, w: Tensor, frame: Pair, corner: Pair, apart: Pair, stri
     return y
 
 
-def slopes(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
-    """Images (K, N, C, H, W) and slopes of answers (K, N, D, OH, OW) to those of kernels, (K, D, C, R, S)."""
+def gradients(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
+    """Images (K, N, C, H, W) and gradients of outputs (K, N, D, OH, OW) to those of kernels, (K, D, C, R, S)."""
     clients, count, channels = x.shape[:3]
     out, down, across = g.shape[2:]
-    rows_tile, columns_tile, warps, stages = SLOPE_TILES
+    rows_tile, columns_tile, warps, stages = GRADIENT_TILES
     depth, rows = channels * geometry.size[0] * geometry.size[1], count * down * across
     rows_tile, columns_tile = min(rows_tile, _tile(out)), min(columns_tile, _tile(depth))
     blocks = triton.cdiv(depth, columns_tile) * triton.cdiv(out, rows_tile) * clients
@@ -101,7 +101,7 @@ def slopes(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
     parts = x.new_empty(splits, clients, out, channels, *geometry.size)
     frame, grid = geometry.frame, (triton.cdiv(depth, columns_tile), triton.cdiv(out, rows_tile), clients * splits)
     table = _table(channels, geometry.size, frame, x.device, columns_tile)
-    _slopes[grid](
+    _gradients[grid](
         _framed(x, frame, geometry.padding, (1, 1)), g.contiguous(), parts, table, rows, splits, share, depth, out,
         channels * frame[0] * frame[1], frame[1], down * across, across, *geometry.stride,
         rows_tile, columns_tile, SUM, num_warps=warps, num_stages=stages,
@@ -145,18 +145,18 @@ def _framed(x: Tensor, frame: Pair, corner: Pair, apart: Pair) -> Tensor:
 
 @triton.jit
 def _first(
-    m, FRAME: tl.constexpr, FRAME_WIDE: tl.constexpr, PLACES: tl.constexpr, ACROSS: tl.constexpr,
+    m, FRAME: tl.constexpr, FRAME_WIDE: tl.constexpr, POSITIONS: tl.constexpr, ACROSS: tl.constexpr,
     DOWN_STEP: tl.constexpr, ACROSS_STEP: tl.constexpr,
 ):  # fmt: skip
-    """Where the patch of the m-th place begins; places are counted through all images of a client."""
-    image, place = m // PLACES, m % PLACES
-    return image * FRAME + (place // ACROSS) * (DOWN_STEP * FRAME_WIDE) + (place % ACROSS) * ACROSS_STEP
+    """Where the patch of the m-th position begins; positions are counted through all images of a client."""
+    image, position = m // POSITIONS, m % POSITIONS
+    return image * FRAME + (position // ACROSS) * (DOWN_STEP * FRAME_WIDE) + (position % ACROSS) * ACROSS_STEP
 
 
 @triton.jit
-def _answer(m, OUT: tl.constexpr, PLACES: tl.constexpr):
-    """Where the first channel of the answer at the m-th place lies."""
-    return (m // PLACES) * (OUT * PLACES) + m % PLACES
+def _output(m, OUT: tl.constexpr, POSITIONS: tl.constexpr):
+    """Where the first channel of the output at the m-th position lies."""
+    return (m // POSITIONS) * (OUT * POSITIONS) + m % POSITIONS
 
 
 @triton.jit
@@ -164,27 +164,27 @@ def _lay(
     x, to,
     CHANNELS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, FRAME_TALL: tl.constexpr, FRAME_WIDE: tl.constexpr,
     ABOVE: tl.constexpr, LEFT: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
-    PLACES_TILE: tl.constexpr, CHANNELS_TILE: tl.constexpr,
+    POSITIONS_TILE: tl.constexpr, CHANNELS_TILE: tl.constexpr,
 ):  # fmt: skip
     """One image, channels first, into a frame of zeros, channels last."""
     image = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * PLACES_TILE + tl.arange(0, PLACES_TILE)
+    position = tl.program_id(1) * POSITIONS_TILE + tl.arange(0, POSITIONS_TILE)
     channel = tl.program_id(2) * CHANNELS_TILE + tl.arange(0, CHANNELS_TILE)
-    down, across = place // FRAME_WIDE - ABOVE, place % FRAME_WIDE - LEFT
+    down, across = position // FRAME_WIDE - ABOVE, position % FRAME_WIDE - LEFT
     row, column = down // DOWN, across // ACROSS
     taken = (down >= 0) & (across >= 0) & (row < TALL) & (column < WIDE) & (down % DOWN == 0) & (across % ACROSS == 0)
     known = channel < CHANNELS
     source = x + image * (CHANNELS * TALL * WIDE) + (row * WIDE + column)[None, :] + (channel * (TALL * WIDE))[:, None]
     found = tl.load(source, mask=taken[None, :] & known[:, None], other=0.0)
-    target = to + image * (FRAME_TALL * FRAME_WIDE * CHANNELS) + place[:, None] * CHANNELS + channel[None, :]
-    tl.store(target, tl.trans(found), mask=(place < FRAME_TALL * FRAME_WIDE)[:, None] & known[None, :])
+    target = to + image * (FRAME_TALL * FRAME_WIDE * CHANNELS) + position[:, None] * CHANNELS + channel[None, :]
+    tl.store(target, tl.trans(found), mask=(position < FRAME_TALL * FRAME_WIDE)[:, None] & known[None, :])
 
 
 @triton.jit
 def _correlate_last(
     x, w, y, rows,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, TAPS_WIDE: tl.constexpr, OUT: tl.constexpr, FRAME: tl.constexpr,
-    FRAME_WIDE: tl.constexpr, PLACES: tl.constexpr, ACROSS: tl.constexpr, DOWN_STEP: tl.constexpr,
+    FRAME_WIDE: tl.constexpr, POSITIONS: tl.constexpr, ACROSS: tl.constexpr, DOWN_STEP: tl.constexpr,
     ACROSS_STEP: tl.constexpr, EVEN: tl.constexpr, ROWS_TILE: tl.constexpr, COLUMNS_TILE: tl.constexpr,
     SUM_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -193,8 +193,8 @@ def _correlate_last(
     m = tl.program_id(0) * ROWS_TILE + tl.arange(0, ROWS_TILE)
     d = tl.program_id(1) * COLUMNS_TILE + tl.arange(0, COLUMNS_TILE)
     inside, known = m < rows, d < OUT
-    first = _first(m, FRAME, FRAME_WIDE, PLACES, ACROSS, DOWN_STEP, ACROSS_STEP) * CHANNELS
-    x += client * (rows // PLACES) * (FRAME * CHANNELS)
+    first = _first(m, FRAME, FRAME_WIDE, POSITIONS, ACROSS, DOWN_STEP, ACROSS_STEP) * CHANNELS
+    x += client * (rows // POSITIONS) * (FRAME * CHANNELS)
     w += client * (OUT * TAPS * CHANNELS)
     y += client * rows * OUT
     PARTS: tl.constexpr = CHANNELS // SUM_TILE
@@ -208,14 +208,14 @@ def _correlate_last(
         kernels = w + (d * (TAPS * CHANNELS))[None, :] + (step * SUM_TILE + k)[:, None]
         b = tl.load(kernels, mask=known[None, :], other=0.0)
         total = tl.dot(a, b, total, input_precision="tf32")
-    answers = y + _answer(m, OUT, PLACES)[:, None] + (d * PLACES)[None, :]
-    tl.store(answers, total, mask=inside[:, None] & known[None, :])
+    outputs = y + _output(m, OUT, POSITIONS)[:, None] + (d * POSITIONS)[None, :]
+    tl.store(outputs, total, mask=inside[:, None] & known[None, :])
 
 
 @triton.jit
 def _correlate_table(
     x, w, y, table, rows,
-    DEPTH: tl.constexpr, OUT: tl.constexpr, FRAME: tl.constexpr, FRAME_WIDE: tl.constexpr, PLACES: tl.constexpr,
+    DEPTH: tl.constexpr, OUT: tl.constexpr, FRAME: tl.constexpr, FRAME_WIDE: tl.constexpr, POSITIONS: tl.constexpr,
     ACROSS: tl.constexpr, DOWN_STEP: tl.constexpr, ACROSS_STEP: tl.constexpr, EVEN: tl.constexpr,
     ROWS_TILE: tl.constexpr, COLUMNS_TILE: tl.constexpr, SUM_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -224,8 +224,8 @@ def _correlate_table(
     m = tl.program_id(0) * ROWS_TILE + tl.arange(0, ROWS_TILE)
     d = tl.program_id(1) * COLUMNS_TILE + tl.arange(0, COLUMNS_TILE)
     inside, known = m < rows, d < OUT
-    first = _first(m, FRAME, FRAME_WIDE, PLACES, ACROSS, DOWN_STEP, ACROSS_STEP)
-    x += client * (rows // PLACES) * FRAME
+    first = _first(m, FRAME, FRAME_WIDE, POSITIONS, ACROSS, DOWN_STEP, ACROSS_STEP)
+    x += client * (rows // POSITIONS) * FRAME
     w += client * (OUT * DEPTH)
     y += client * rows * OUT
     total = tl.zeros((ROWS_TILE, COLUMNS_TILE), dtype=tl.float32)
@@ -235,14 +235,14 @@ def _correlate_table(
         a = tl.load(patches) if EVEN else tl.load(patches, mask=inside[:, None], other=0.0)
         b = tl.load(w + (d * DEPTH)[None, :] + k[:, None], mask=(k < DEPTH)[:, None] & known[None, :], other=0.0)
         total = tl.dot(a, b, total, input_precision="tf32")
-    answers = y + _answer(m, OUT, PLACES)[:, None] + (d * PLACES)[None, :]
-    tl.store(answers, total, mask=inside[:, None] & known[None, :])
+    outputs = y + _output(m, OUT, POSITIONS)[:, None] + (d * POSITIONS)[None, :]
+    tl.store(outputs, total, mask=inside[:, None] & known[None, :])
 
 
 @triton.jit(do_not_specialize=["splits"])  # nor compiled anew for every number of clients
-def _slopes(
+def _gradients(
     x, g, parts, table, rows, splits, share,
-    DEPTH: tl.constexpr, OUT: tl.constexpr, FRAME: tl.constexpr, FRAME_WIDE: tl.constexpr, PLACES: tl.constexpr,
+    DEPTH: tl.constexpr, OUT: tl.constexpr, FRAME: tl.constexpr, FRAME_WIDE: tl.constexpr, POSITIONS: tl.constexpr,
     ACROSS: tl.constexpr, DOWN_STEP: tl.constexpr, ACROSS_STEP: tl.constexpr,
     ROWS_TILE: tl.constexpr, COLUMNS_TILE: tl.constexpr, SUM_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -252,15 +252,15 @@ def _slopes(
     k = tl.program_id(0) * COLUMNS_TILE + tl.arange(0, COLUMNS_TILE)
     d = tl.program_id(1) * ROWS_TILE + tl.arange(0, ROWS_TILE)
     there, known = tl.load(table + k), d < OUT
-    x += client * (rows // PLACES) * FRAME
+    x += client * (rows // POSITIONS) * FRAME
     g += client * rows * OUT
     total = tl.zeros((ROWS_TILE, COLUMNS_TILE), dtype=tl.float32)
     for start in range(0, share, SUM_TILE):
         m = split * share + start + tl.arange(0, SUM_TILE)
         inside = m < rows
-        first = _first(m, FRAME, FRAME_WIDE, PLACES, ACROSS, DOWN_STEP, ACROSS_STEP)
-        answers = g + _answer(m, OUT, PLACES)[None, :] + (d * PLACES)[:, None]
-        a = tl.load(answers, mask=inside[None, :] & known[:, None], other=0.0)
+        first = _first(m, FRAME, FRAME_WIDE, POSITIONS, ACROSS, DOWN_STEP, ACROSS_STEP)
+        outputs = g + _output(m, OUT, POSITIONS)[None, :] + (d * POSITIONS)[:, None]
+        a = tl.load(outputs, mask=inside[None, :] & known[:, None], other=0.0)
         b = tl.load(x + first[:, None] + there[None, :], mask=inside[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision="tf32")
     parts += (split * (tl.num_programs(2) // splits) + client) * (OUT * DEPTH)

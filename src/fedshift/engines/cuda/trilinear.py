@@ -1,9 +1,9 @@
 """A convolution and all its derivatives as one function.
 
-Images x, kernels w and slopes y of the answers make a number, ``T(x, w, y) = <conv(x, w), y>``, which is linear in each of
-the three. Its derivative by one of them is a function of the other two: answers are ``dT/dy``, the gradients of images and
-kernels ``dT/dx`` and ``dT/dw``. So one function, the third from two, is closed under differentiation: derivatives of any
-order, backward and forward, need nothing else, and neither do stacked clients, whose dimension comes first.
+Images x, kernels w and gradients y of the outputs make a number, ``T(x, w, y) = <conv(x, w), y>``, which is linear in each
+of the three. Its derivative by one of them is a function of the other two: outputs are ``dT/dy``, the gradients of images
+and kernels ``dT/dx`` and ``dT/dw``. So one function, the third from two, is closed under differentiation: derivatives of
+any order, backward and forward, need nothing else, and neither do stacked clients, whose dimension comes first.
 
 On a GPU kernels of our own (``kernels.py``) compute it; elsewhere torch's convolutions with a group for each client,
 which is what the former are tested against.
@@ -63,10 +63,10 @@ def _why_not(device: torch.device) -> str:
 
 def _tried(device: torch.device) -> str:
     try:
-        from fedshift.engines.cuda import kernels as implicit
+        from fedshift.engines.cuda import kernels
 
         one = torch.zeros(1, 1, 1, 1, 1, device=device)
-        implicit.slopes(one, one, Geometry((1, 1), (1, 1), (1, 1), (0, 0)))
+        kernels.gradients(one, one, Geometry((1, 1), (1, 1), (1, 1), (0, 0)))
         torch.cuda.synchronize(device)
     except ImportError:
         return "there is no Triton"
@@ -83,8 +83,8 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, pa
     torch.Size([2, 4, 8, 8])
     """
     image, size = (x.shape[2], x.shape[3]), (weight.shape[2], weight.shape[3])
-    answers = third(x[None], weight[None], (Role.IMAGES, Role.KERNELS), Geometry(image, size, stride, padding))[0]
-    return answers if bias is None else answers + bias[:, None, None]
+    outputs = third(x[None], weight[None], (Role.IMAGES, Role.KERNELS), Geometry(image, size, stride, padding))[0]
+    return outputs if bias is None else outputs + bias[:, None, None]
 
 
 def third(one: Tensor, two: Tensor, roles: Roles, geometry: Geometry) -> Tensor:
@@ -106,10 +106,10 @@ class _Third(torch.autograd.Function):
         ctx.save_for_forward(one, two)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (one, two), (first, second), missing = ctx.saved_tensors, ctx.roles, _missing(ctx.roles)
-        of_one = third(two, slope, (second, missing), ctx.geometry) if ctx.needs_input_grad[0] else None
-        of_two = third(one, slope, (first, missing), ctx.geometry) if ctx.needs_input_grad[1] else None
+        of_one = third(two, gradient, (second, missing), ctx.geometry) if ctx.needs_input_grad[0] else None
+        of_two = third(one, gradient, (first, missing), ctx.geometry) if ctx.needs_input_grad[1] else None
         return of_one, of_two, None, None
 
     @staticmethod
@@ -144,14 +144,14 @@ def _makers(like: Tensor) -> Mapping[Role, Maker]:
     return BY_GROUPS
 
 
-def _answers(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
+def _outputs(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
     x, w = given[Role.IMAGES], given[Role.KERNELS]
     grouped = F.conv2d(_side_by_side(x), w.flatten(0, 1), None, geometry.stride, geometry.padding, groups=len(x))
     return _apart(grouped, len(x))
 
 
 def _kernels(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
-    x, y = given[Role.IMAGES], given[Role.ANSWERS]
+    x, y = given[Role.IMAGES], given[Role.OUTPUTS]
     shape = (len(x) * y.shape[2], x.shape[2], *geometry.size)
     rest = (geometry.stride, geometry.padding, 1, len(x))
     stacked: Tensor = conv2d_weight(_side_by_side(x), shape, _side_by_side(y), *rest).unflatten(0, (len(x), -1))
@@ -159,13 +159,13 @@ def _kernels(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
 
 
 def _images(given: Mapping[Role, Tensor], geometry: Geometry) -> Tensor:
-    w, y = given[Role.KERNELS], given[Role.ANSWERS]
+    w, y = given[Role.KERNELS], given[Role.OUTPUTS]
     shape = (y.shape[1], len(w) * w.shape[2], *geometry.image)
     rest = (geometry.stride, geometry.padding, 1, len(w))
     return _apart(conv2d_input(shape, w.flatten(0, 1), _side_by_side(y), *rest), len(w))
 
 
-BY_GROUPS: Mapping[Role, Maker] = {Role.ANSWERS: _answers, Role.KERNELS: _kernels, Role.IMAGES: _images}
+BY_GROUPS: Mapping[Role, Maker] = {Role.OUTPUTS: _outputs, Role.KERNELS: _kernels, Role.IMAGES: _images}
 
 
 def _side_by_side(stacked: Tensor) -> Tensor:
