@@ -2,8 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# for machines that can fetch nothing: a folder of unpacked wheels beside what their Python has
+WHEELS ?= .wheels
 
-.PHONY: demo test test-all lint format clean
+.PHONY: demo test test-all gpu gpu-speed lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/fedshift run
@@ -15,6 +17,14 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n auto --long
 	$(BIN)/python -m pytest -q --doctest-modules src/fedshift
+
+# what CI cannot check; takes any Python that has torch, and installs nothing
+gpu:
+	PYTHONPATH=$(WHEELS):src:. $(PYTHON) benchmarks/gpu.py
+
+gpu-speed:
+	PYTHONPATH=$(WHEELS):src:. $(PYTHON) benchmarks/speed.py gpu
+	PYTHONPATH=$(WHEELS):src:. $(PYTHON) benchmarks/speed.py gpu-tf32
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""The command line: ``fedshift run | data | list | show | inspect | overhead | join | doctor``."""
+"""The command line: ``fedshift run | data | list | show | inspect | cost-to-target | join | doctor``."""
 
 from __future__ import annotations
 
@@ -34,12 +34,16 @@ def run(
         str | None, typer.Argument(help="A TOML file or a preset; left out: five digit domains, no download.")
     ] = None,
     change: Annotated[
-        list[str] | None, typer.Option("-c", help="Override a key, for instance -c rounds=50 -c method.fedprox.mu=0.1.")
+        list[str] | None,
+        typer.Option("--set", "-c", help="Override a key, for instance -c rounds=50 -c method.fedprox.mu=0.1."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     engine: Annotated[
-        str, typer.Option(help="auto, sequential, parallel or vmapped; all give the same numbers")
+        str,
+        typer.Option(
+            help="auto, sequential, parallel or vmapped; all give the same numbers up to rounding (float64: 1e-10)"
+        ),
     ] = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with interrupted runs.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Begin interrupted runs again.")] = False,
@@ -50,8 +54,7 @@ def run(
     from fedshift.results.plots.pictures import density_picture, map_picture, option_map, result_picture
     from fedshift.results.plots.task import task_picture
     from fedshift.runs.progress import Terminal
-    from fedshift.runs.run import run as run_experiment
-    from fedshift.runs.setup import make_task
+    from fedshift.runs.run import carry_out, plan
 
     console = _console()
     chosen = Experiment.load(experiment, change or [])
@@ -59,9 +62,9 @@ def run(
         console.print(f"[bold]{_escaped(chosen.title)}", highlight=False)
     reporter = Terminal(console)
     try:
-        result = run_experiment(
-            chosen,
-            out,
+        planned = plan(chosen, out, reporter=reporter)
+        result = carry_out(
+            planned,
             engine=engine,
             device=device,
             resume=resume,
@@ -74,8 +77,7 @@ def run(
     folder = out / chosen.name
     pictures = [folder / "results.png", folder / "task.png"]
     result_picture(result, pictures[0])
-    first = next(chosen.variants())[1]  # a sweep's base alone need not be a task
-    task_picture(make_task(first, first.seeds[0]), pictures[1])
+    task_picture(planned[0].task, pictures[1])
     if any(row.telemetry() for row in result.rows):
         pictures.append(folder / "densities.png")
         density_picture(result, pictures[-1])
@@ -91,7 +93,7 @@ def data(
     what: Annotated[
         str, typer.Argument(metavar="PATH|PRESET", help="A preset, a TOML file, a Parquet file or a folder.")
     ],
-    change: Annotated[list[str] | None, typer.Option("-c", help="Override a key, as in fedshift run.")] = None,
+    change: Annotated[list[str] | None, typer.Option("--set", "-c", help="Override a key, as in fedshift run.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where task.html and task.png go; default runs/NAME.")] = None,
 ) -> None:
     """What is in a task: clients, sizes, class histograms, examples of every stream; a table, a page and a picture."""
@@ -172,8 +174,8 @@ def inspect(
     )
 
 
-@app.command()
-def overhead(
+@app.command(name="cost-to-target")
+def cost_to_target(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or any folder above some.")],
     target: Annotated[float, typer.Option(help="Accuracy in percent.")],
     format: Format = "table",
@@ -190,6 +192,9 @@ def overhead(
         _console().print(found.table())
 
 
+app.command(name="overhead", hidden=True)(cost_to_target)  # its name in earlier versions
+
+
 @app.command()
 def join(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a folder above some.")],
@@ -200,16 +205,18 @@ def join(
     out: Annotated[Path | None, typer.Option(help="A new folder; default RUN/joined/DATA-ADAPTER.")] = None,
     method: Annotated[str | None, typer.Option(help="Which method, if RUN holds several.")] = None,
     seed: Annotated[int | None, typer.Option(help="Which seed, if RUN holds several.")] = None,
-    model: Annotated[str | None, typer.Option(help="Which network, if the run mixes several.")] = None,
+    network: Annotated[
+        str | None, typer.Option("--network", "--model", help="Which network, if the run mixes several.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
 ) -> None:
-    """Give a client nobody has seen a model of its own and predictions, from its unlabelled images."""
+    """Give an unseen client a model of its own and predictions, from its unlabelled images."""
     from fedshift.join import join as join_run
     from fedshift.join.report import headline, lines, summary
 
     console = _console()
     with console.status("joining"):
-        joined = join_run(path, data, adapter, out, method=method, seed=seed, model=model, device=device)
+        joined = join_run(path, data, adapter, out, method=method, seed=seed, model=network, device=device)
     console.print(f"[bold]{_escaped(headline(joined))}", highlight=False, soft_wrap=True)
     console.print(summary(joined))
     for line in lines(joined):

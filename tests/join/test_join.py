@@ -51,7 +51,7 @@ ADAPTERS: dict[str, list[Any]] = {
     "fedtta": ["none", "fedtta", {"name": "fedtta", "label": "++", "steps": 5, "patience": 5}],
     "heterofedtta": ["none", "fedtta"],
 }
-UNSEEN = Metric("", "original", "unseen")
+MEASURED = Metric("", "original", "unseen")
 GIVE_NOTHING = {"local", "lg-fedavg"}
 
 
@@ -128,7 +128,7 @@ def labels(joined: Joined) -> list[str]:
 def scored(folder: Path, adapter: str) -> list[Any]:
     """What the run says about its stranger: samples, right answers, loss."""
     found = RunFolder(folder).scores()[adapter]
-    (row,) = (row for row in found if row.selection == "best-val" and row.metric.column == UNSEEN)
+    (row,) = (row for row in found if row.selection == "best-val" and row.metric.column == MEASURED)
     return list(row.by_client[STRANGER])
 
 
@@ -258,7 +258,7 @@ def test_newcomers_of_a_mixed_run_choose_their_network(world: World, tmp_path: P
             Image.fromarray(image.permute(1, 2, 0).numpy()).save(source / f"{i:04}.png")
         joined = join(folder, source, model=network)
         (row,) = (row for row in RunFolder(folder).scores()["none"]
-                  if row.selection == "best-val" and row.metric.column == UNSEEN)  # fmt: skip
+                  if row.selection == "best-val" and row.metric.column == MEASURED)  # fmt: skip
         truth = [task.classes[i] for i in task.labels[index].tolist()]
         assert row.by_client[name][:2] == (len(truth), sum(map(str.__eq__, labels(joined), truth)))
         assert load(joined.files[0].parent).method.arch.feature_size == {"mlp": 6, "big": 9}[network]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedshift.core import rng
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch
-from fedshift.core.context import Phase
+from fedshift.core.context import Context, Phase, ServerContext
 from fedshift.core.method import Batch, Method, Train
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tensors, Tree
@@ -66,6 +66,8 @@ class Plain(nn.Module):
 AWKWARD = Arch.of(Awkward, SHAPE)
 PLAIN = Arch.of(Plain, SHAPE)
 TRAIN = Train(lr=0.05, batch_size=4, local_epochs=1)
+CTX = Context(0, 1, 1)
+NO_IDS = torch.zeros(0, dtype=torch.int64)  # of public images, where there are none
 
 
 def make_task(sizes: Sequence[int] = (8, 8), names: str = "abcdefgh", unseen: int = 0) -> Task:
@@ -76,10 +78,10 @@ def make_task(sizes: Sequence[int] = (8, 8), names: str = "abcdefgh", unseen: in
     parts = torch.arange(count).split([*sizes, *[4] * unseen])
     nothing = torch.zeros(0, dtype=torch.int64)
     clients = tuple(Client(name, part, part[:2], part[:2]) for name, part in zip(names, parts, strict=False))
-    strangers = tuple(Client(f"new{i}", nothing, nothing, part) for i, part in enumerate(parts[len(sizes) :]))
+    others = tuple(Client(f"new{i}", nothing, nothing, part) for i, part in enumerate(parts[len(sizes) :]))
     classes = tuple(str(c) for c in range(CLASSES))
     public = torch.arange(min(6, count))
-    return Task(images, labels, torch.arange(count), classes, clients[: len(sizes)], strangers, public=public)
+    return Task(images, labels, torch.arange(count), classes, clients[: len(sizes)], others, public=public)
 
 
 @dataclass
@@ -125,11 +127,11 @@ def federation(
     return Session(setup, task or make_task(), engine, DOUBLE, SEED, rounds, participation), engine
 
 
-def run(federation: Session, rounds: int | None = None) -> tuple[State, list[RoundReport]]:
+def run(session: Session, rounds: int | None = None) -> tuple[State, list[RoundReport]]:
     """All rounds, or some."""
-    state, reports = federation.start(), []
-    for _ in range(federation.rounds if rounds is None else rounds):
-        state, report = federation.step(state)
+    state, reports = session.start(), []
+    for _ in range(session.rounds if rounds is None else rounds):
+        state, report = session.step(state)
         reports.append(report)
     return state, reports
 
@@ -137,6 +139,12 @@ def run(federation: Session, rounds: int | None = None) -> tuple[State, list[Rou
 def ran(method: str | type[Method], *args: Any, **how: Any) -> State:
     """The last state of a federation."""
     return run(federation(method, *args, **how)[0])[0]
+
+
+def server_context(samples: Sequence[float] | Tensor, ctx: Context = CTX, seed: int = 0) -> ServerContext:
+    """What the server knows of a round in which clients of these sizes sent messages."""
+    sizes = torch.as_tensor(samples)
+    return ServerContext(ctx.round, ctx.rounds, ctx.clients, ctx.stage, samples=sizes, seed=seed)
 
 
 def watching(base: type[Method]) -> tuple[type[Method], list[tuple[Tree, Batch, Phase]]]:

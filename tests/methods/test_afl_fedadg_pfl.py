@@ -1,4 +1,4 @@
-"""AFL, FedADG, PFL-Sampled and PFL-Ensemble: slow references in plain PyTorch, limits, messages, newcomers."""
+"""AFL, FedADG, PFL-Sampled and PFL-Ensemble: slow references in plain PyTorch, limits, messages, unseen clients."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from tests.methods.federations import (
     CLASSES,
     DOUBLE,
     HEAD,
+    NO_IDS,
     PLAIN,
     SHAPE,
     TRAIN,
@@ -44,6 +45,7 @@ from tests.methods.federations import (
     module_of,
     ran,
     run,
+    server_context,
     watching,
 )
 from tests.test_engines_agree import check_equal, federate, make
@@ -224,8 +226,7 @@ def test_clients_that_count_for_nothing_are_averaged_uniformly() -> None:
     only = {"a": torch.tensor(1.0).double(), "b": torch.tensor(0.0).double(), "c": torch.tensor(0.0).double()}
     fed.step(state)
     ups = {name: watch.replies[0][name].up for name in "bc"}
-    method, now = fed.setup.method, {"samples": torch.tensor([9.0, 12.0])}
-    after = method.aggregate({**state.server, "share": only}, ups, now, {})
+    after, _ = fed.setup.method.aggregate({**state.server, "share": only}, ups, server_context([9.0, 12.0]))
     assert far(after["model"], mean_of([up["model"] for up in ups.values()], [0.5, 0.5])) < 1e-14
 
 
@@ -332,7 +333,7 @@ def test_fedadgs_warm_up_is_fedavg_and_leaves_the_adversaries_alone() -> None:
     assert far(pick(state.server["model"], GENERATOR), pick(start, GENERATOR)) < 1e-15  # the mean of equal ones
     assert [r.loss for r in reports] == [r.loss for r in told]
     for client in SIZED.clients:
-        assert equal_trees(state.locals[client.name], fed._birth(client, fed.context(state.round)))
+        assert equal_trees(state.locals[client.name], fed._first_local(client, fed.context(state.round)))
     after, _ = fed.step(state)
     assert far(pick(after.server["model"], GENERATOR), pick(state.server["model"], GENERATOR)) > 1e-6
     assert far(after.locals["a"]["model"], state.locals["a"]["model"]) > 1e-6
@@ -360,7 +361,7 @@ def test_fedadgs_generator_learns_from_the_discriminator() -> None:
     method = FedADG(PLAIN, TRAIN, hidden=8)
     model = {n: leaf.double() for n, leaf in PLAIN.init(0).items()}
     judge = fedadg.fresh(model["out.weight"], fedadg.D, (5 + CLASSES, 8, 1))
-    tensors = {**method.init_server({"net": model}, ("a",))["model"], **judge}
+    tensors = {**method.init_server({"net": model}, ("a",), NO_IDS)["model"], **judge}
     noise = torch.linspace(0, 1, 60, dtype=torch.float64).reshape(6, 10)
     batch = {"x": torch.rand(6, *SHAPE).double(), "y": torch.arange(6) % CLASSES, "noise": noise}
     turn = Phase(name=fedadg.G, trainable=GENERATOR)
@@ -416,7 +417,7 @@ def test_stacked_adversaries_agree(norm: bool, changes: dict[str, Any]) -> None:
     ends = [federate(method, engine(DOUBLE), DOUBLE, rounds=4, participation=0.5) for engine in (Sequential, Vmapped)]
     check_equal(ends[0], ends[1], 1e-10)
     first, *others = (local["model"] for local in ends[0][0].locals.values())
-    assert all(far(first, other) > 1e-6 for other in others)  # born equal: they have been at work
+    assert all(far(first, other) > 1e-6 for other in others)  # equal at first: they have been at work
 
 
 # --- PFL-Sampled and PFL-Ensemble -------------------------------------------------------------------------------------
@@ -434,31 +435,33 @@ def test_pfl_trains_and_serves_as_fedper(method: str) -> None:
     assert equal_trees(state.server, expected.server)
     assert all(equal_trees(state.locals[c], expected.locals[c]) for c in SIZES)
     assert [(r.loss, r.bytes_up, r.bytes_down) for r in reports] == [(r.loss, r.bytes_up, r.bytes_down) for r in told]
-    served, usual = fed.deploy(state).trained(), plain.deployed(expected)
+    ours, theirs = fed.deploy(state), plain.deploy(expected)
+    served, usual = ours.trained(), theirs.trained()
     assert all(equal(served[c]["model"], usual[c]["model"]) for c in SIZES)
-    assert fed.settled(state).published == plain.settled(expected).published == 4 * 8 * (12 * CLASSES + CLASSES)
+    assert ours.given_bytes == theirs.given_bytes == 4 * 8 * (12 * CLASSES + CLASSES)
 
 
 @pytest.mark.parametrize("layers", LAYERS)
-def test_a_sampled_newcomer_has_the_model_of_one_client(layers: int) -> None:
+def test_a_sampled_unseen_client_has_the_model_of_one_client(layers: int) -> None:
     fed, _ = federation("pfl-sampled", MANY, private_layers=layers)
     state, _ = run(fed)
     assert all(set(local["model"]) == LAYERS[layers] for local in state.locals.values())
-    whole = {c: tree["model"] for c, tree in fed.deploy(state).trained().items()}
-    drawn = []
-    for tree in fed.unseen(fed.deploy(state)).values():
+    deployment = fed.deploy(state)
+    whole = {c: tree["model"] for c, tree in deployment.trained().items()}
+    drawn, served = [], fed.unseen(deployment)
+    for tree in served.values():
         owners = [client for client, model in whole.items() if equal(tree["model"], model)]
         assert len(owners) == 1
         drawn += owners
     assert len(drawn) == 12
     assert len(set(drawn)) == 4  # with this seed everybody is somebody's
     again = federation("pfl-sampled", MANY, private_layers=layers)[0]
-    assert all(
-        equal_trees(tree, fed.unseen(fed.deploy(state))[c]) for c, tree in again.newcomers(run(again)[0]).items()
-    )
+    repeated = again.unseen(again.deploy(run(again)[0]))
+    assert len(repeated) == 12
+    assert all(equal_trees(tree, served[c]) for c, tree in repeated.items())
     other = Session(fed.setup, fed.task, fed.engine, DOUBLE, fed.seed + 1, 3)
-    ends = other.newcomers(State(state.round, state.server, state.locals))  # the same training, other tickets
-    assert any(not equal_trees(tree, fed.unseen(fed.deploy(state))[c]) for c, tree in ends.items())
+    ends = other.unseen(other.deploy(State(state.round, state.server, state.locals)))  # same training, other tickets
+    assert any(not equal_trees(tree, served[c]) for c, tree in ends.items())
 
 
 @pytest.mark.parametrize("layers", LAYERS)
@@ -466,12 +469,13 @@ def test_an_ensemble_averages_the_logits_of_all(layers: int) -> None:
     fed, _ = federation("pfl-ensemble", MANY, replace(TRAIN, lr=0.3), private_layers=layers)
     state, _ = run(fed)
     method = fed.setup.method
-    outputs = [method.predict(tree, X) for tree in fed.deploy(state).trained().values()]
+    deployment = fed.deploy(state)
+    outputs = [method.predict(tree, X) for tree in deployment.trained().values()]
     logits = torch.stack([output.logits for output in outputs])
     assert float(logits.std(0).min()) > 0.01  # they disagree
-    newcomers = fed.unseen(fed.deploy(state))
-    assert len(newcomers) == 12
-    for tree in newcomers.values():
+    unseen = fed.unseen(deployment)
+    assert len(unseen) == 12
+    for tree in unseen.values():
         answer = method.predict(tree, X)
         assert torch.allclose(answer.logits, logits.mean(0), rtol=0, atol=1e-12)
         features = torch.stack([output.features for output in outputs]).mean(0)
@@ -479,12 +483,12 @@ def test_an_ensemble_averages_the_logits_of_all(layers: int) -> None:
         assert method.predict(tree, X, batch_stats=True).logits.shape == logits.shape[1:]
         averaged = method.arch(tree["model"], X).logits
         assert (float((averaged - answer.logits).abs().max()) < 1e-12) == (layers == 1)  # else it takes an ensemble
-    published = {n: leaf for n, leaf in state.locals["a"]["model"].items() if leaf.is_floating_point()}
-    assert fed.settled(state).published == 4 * 8 * sum(leaf.numel() for leaf in published.values())
+    given = {n: leaf for n, leaf in state.locals["a"]["model"].items() if leaf.is_floating_point()}
+    assert deployment.given_bytes == 4 * 8 * sum(leaf.numel() for leaf in given.values())
 
 
 @pytest.mark.parametrize("layers", LAYERS)
-def test_a_fraction_of_an_ensemble_is_each_newcomers_own(layers: int) -> None:
+def test_a_fraction_of_an_ensemble_is_each_unseen_clients_own(layers: int) -> None:
     fed, _ = federation("pfl-ensemble", MANY, private_layers=layers, fraction=0.5)
     state, _ = run(fed)
     method = fed.setup.method
@@ -501,8 +505,8 @@ def test_a_fraction_of_an_ensemble_is_each_newcomers_own(layers: int) -> None:
     smallest, _ = federation("pfl-ensemble", MANY, private_layers=layers, fraction=0.01)
     last, _ = run(smallest)
     sampled, _ = federation("pfl-sampled", MANY, private_layers=layers)
-    expected = sampled.newcomers(run(sampled)[0])
-    for client, tree in smallest.newcomers(last).items():  # one of them: the same draw
+    expected = sampled.unseen(sampled.deploy(run(sampled)[0]))
+    for client, tree in smallest.unseen(smallest.deploy(last)).items():  # one of them: the same draw
         one = method.arch(expected[client]["model"], X).logits
         assert torch.allclose(method.predict(tree, X).logits, one, rtol=0, atol=1e-14)
 
@@ -510,7 +514,7 @@ def test_a_fraction_of_an_ensemble_is_each_newcomers_own(layers: int) -> None:
 @pytest.mark.parametrize("method", ["pfl-sampled", "pfl-ensemble"])
 def test_only_clients_that_took_part_are_given_away(method: str) -> None:
     fed, _ = federation(method, MANY, participation=0.5)
-    assert fed.newcomers(fed.start()) == {}  # nobody has trained anything
+    assert fed.unseen(fed.deploy(fed.start())) == {}  # nobody has trained anything
     state, _ = run(fed, 1)
     known = sorted(state.locals)
     assert len(known) == 2
@@ -536,26 +540,27 @@ def test_adapters_go_on_from_an_ensemble(layers: int, adapter: str) -> None:
 
 
 @pytest.mark.parametrize("method", NAMES)
-def test_newcomers_never_influence_training(method: str) -> None:
+def test_unseen_clients_never_influence_training(method: str) -> None:
     alone, _ = federation(method, make_task((5, 9, 12)))
     beside, _ = federation(method, make_task((5, 9, 12), unseen=3))
     expected, state = alone.start(), beside.start()
     for _ in range(3):
         expected, _ = alone.step(expected)
         state, _ = beside.step(state)
-        assert len(beside.newcomers(state)) == 3
+        assert len(beside.unseen(beside.deploy(state))) == 3
     assert equal_trees(state.server, expected.server)
     assert all(equal_trees(state.locals[c], expected.locals[c]) for c in expected.locals)
 
 
 @pytest.mark.parametrize("method", ["afl", "fedadg"])
-def test_newcomers_get_the_global_model(method: str) -> None:
+def test_unseen_clients_get_the_global_model(method: str) -> None:
     fed, _ = federation(method, make_task((5, 9, 12), unseen=1))
     state, _ = run(fed)
     expected = state.server["average"] if method == "afl" else drop(state.server["model"], GENERATOR)
-    for tree in (*fed.unseen(fed.deploy(state)).values(), *fed.deploy(state).trained().values()):
+    deployment = fed.deploy(state)
+    for tree in (*fed.unseen(deployment).values(), *deployment.trained().values()):
         assert equal(tree["model"], expected)
-    assert fed.settled(state).published == 0
+    assert deployment.given_bytes == 0
 
 
 def test_one_number_more_goes_up_in_afl() -> None:

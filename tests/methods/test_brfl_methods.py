@@ -1,4 +1,4 @@
-"""FedRoD, APFL, GMA, and what fine-tuning and Ditto hand over: limits, gradient flow, messages, strangers."""
+"""FedRoD, APFL, GMA, and what fine-tuning and Ditto hand over: limits, gradient flow, messages, unseen clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedshift.core.arch import Arch, Output
-from fedshift.core.context import ClientInfo, Context, Phase
+from fedshift.core.context import ClientInfo, Phase, ServerContext
 from fedshift.core.grad import gradient
 from fedshift.core.losses import balanced_softmax
 from fedshift.core.method import Batch
@@ -31,6 +31,7 @@ from tests.conftest import refusal
 from tests.methods.federations import (
     AWKWARD,
     CLASSES,
+    CTX,
     DOUBLE,
     HEAD,
     PLAIN,
@@ -44,6 +45,7 @@ from tests.methods.federations import (
     module_of,
     ran,
     run,
+    server_context,
     watching,
 )
 from tests.test_engines_agree import check_equal, federate, make
@@ -52,7 +54,6 @@ ENTRIES = set(AWKWARD.parameters) | set(AWKWARD.buffers)
 PARAMETERS = set(AWKWARD.parameters)
 PERSONAL = {f"personal.{name}" for name in HEAD}
 SIZED = make_task((5, 9, 12))
-NOW = Context(0, 1, 1)
 RECIPES: dict[str, dict[str, Any]] = {
     "sgd": {},
     "momentum and decay": {"momentum": 0.9, "weight_decay": 0.1, "lr_decay": 0.7},
@@ -148,10 +149,11 @@ def test_the_received_model_is_deployed_beside_the_personal_one(method: str) -> 
         assert set(tree) == {"model", "global"}
         assert equal(tree["global"], state.server["model"])
         assert far(tree["model"], tree["global"]) > 1e-4
-    strangers, published = fed.unseen(fed.deploy(state)), fed.settled(state).published
-    assert set(strangers) == {"new0", "new1"}
-    assert published == 0
-    for tree in strangers.values():
+    deployment = fed.deploy(state)
+    unseen = fed.unseen(deployment)
+    assert set(unseen) == {"new0", "new1"}
+    assert deployment.given_bytes == 0
+    for tree in unseen.values():
         assert equal(tree["model"], state.server["model"])
         assert equal(tree["global"], state.server["model"])
 
@@ -188,7 +190,7 @@ def test_fedrods_shared_part_is_balanced_fedavg_to_the_bit(recipe: str, arch: Ar
 def gradients_of_fedrod(histogram: Tensor) -> tuple[Tensors, Tensors, Output]:
     """Of the loss at a random place, by name; the place; the forward pass there."""
     method = FedRoD(AWKWARD, TRAIN)
-    (phase,) = method.phases(NOW)
+    (phase,) = method.phases(CTX)
     model = {n: t.double() if t.is_floating_point() else t for n, t in AWKWARD.init(0).items()}
     residual = random_like({f"personal.{n}": model[n] for n in HEAD}, 1)
     state = {"model": {**model, **residual}, "now": {"histogram": histogram}}
@@ -242,14 +244,15 @@ def test_fedrod_predicts_with_both_heads_and_hands_over_their_sum_and_the_generi
         assert far({"": answer.logits}, {"": generic.logits}) > 1e-3
 
 
-def test_fedrod_starts_at_the_generic_prediction_and_strangers_stay_there() -> None:
+def test_fedrod_starts_at_the_generic_prediction_and_unseen_clients_stay_there() -> None:
     fed, _ = federation("fedrod", make_task((5, 9, 12), unseen=2))
     start = fed.start()
     state, _ = run(fed)
-    strangers, published = fed.unseen(fed.deploy(state)), fed.settled(state).published
-    assert set(strangers) == {"new0", "new1"}
-    assert published == 0
-    for server, trees in ((start.server, fed.deploy(start).trained()), (state.server, strangers)):
+    deployment = fed.deploy(state)
+    unseen = fed.unseen(deployment)
+    assert set(unseen) == {"new0", "new1"}
+    assert deployment.given_bytes == 0
+    for server, trees in ((start.server, fed.deploy(start).trained()), (state.server, unseen)):
         for tree in trees.values():
             assert equal(tree["model"], server["model"])
             assert equal(tree["generic"], pick(server["model"], HEAD))
@@ -403,18 +406,18 @@ def test_alpha_moves_once_a_round_and_stays_between_zero_and_one() -> None:
     assert all(local["mix"]["alpha"].shape == () for local in state.locals.values())
 
 
-def test_strangers_have_no_share_of_their_own() -> None:
+def test_unseen_clients_have_no_share_of_their_own() -> None:
     method = APFL(AWKWARD, TRAIN)
     model = AWKWARD.init(0)
-    nobody = ClientInfo("new", -1, 0, torch.zeros(CLASSES), 0)
-    assert method.init_local(model, nobody, NOW) == {}
-    assert set(method.init_local(model, replace(nobody, number=0), NOW)) == {"personal", "mix"}
+    info = ClientInfo("new", 0, torch.zeros(CLASSES), 0, unseen=True)
+    assert method.init_local(model, info, CTX) == {}
+    assert set(method.init_local(model, replace(info, unseen=False), CTX)) == {"personal", "mix"}
 
 
 # --- GMA --------------------------------------------------------------------------------------------------------------
 
 
-def random_round(count: int, seed: int) -> tuple[Tree, dict[str, Tree], Tensors]:
+def random_round(count: int, seed: int) -> tuple[Tree, dict[str, Tree], ServerContext]:
     """A server, updates of this many clients (a third of the entries untouched), and their sizes."""
     generator = torch.Generator().manual_seed(seed)
     here = random_like(AWKWARD.init(0), seed)
@@ -427,7 +430,7 @@ def random_round(count: int, seed: int) -> tuple[Tree, dict[str, Tree], Tensors]
         }
         ups["abcde"[number]] = {"model": model}
     samples = torch.randint(1, 50, (count,), generator=generator).double()
-    return {"model": here}, ups, {"samples": samples}
+    return {"model": here}, ups, server_context(samples)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
@@ -436,13 +439,13 @@ def random_round(count: int, seed: int) -> tuple[Tree, dict[str, Tree], Tensors]
 @pytest.mark.parametrize("rate", [1.0, 1.5])
 def test_gma_is_the_papers_formula(count: int, weights: Any, threshold: float, rate: float) -> None:
     train = replace(TRAIN, weights=weights)
-    server, ups, now = random_round(count, seed=count)
-    new = GMA(AWKWARD, train, threshold, rate).aggregate(server, ups, now, {})["model"]
-    base = FedAvg(AWKWARD, train).aggregate(server, ups, now, {})["model"]
+    server, ups, ctx = random_round(count, seed=count)
+    new = GMA(AWKWARD, train, threshold, rate).aggregate(server, ups, ctx)[0]["model"]
+    base = FedAvg(AWKWARD, train).aggregate(server, ups, ctx)[0]["model"]
     assert new.keys() == base.keys() == ENTRIES
     for name in ENTRIES - PARAMETERS:
         assert torch.equal(new[name], base[name])
-    sizes = now["samples"] if weights == "size" else torch.ones(count).double()
+    sizes = ctx.samples if weights == "size" else torch.ones(count).double()
     shares = (sizes / sizes.sum()).tolist()
     masked = 0
     for name in PARAMETERS:
@@ -460,22 +463,22 @@ def test_gma_is_the_papers_formula(count: int, weights: Any, threshold: float, r
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
 def test_gma_without_a_threshold_is_fedavg_to_the_bit(count: int) -> None:
-    server, ups, now = random_round(count, seed=10 + count)
-    expected = FedAvg(AWKWARD, TRAIN).aggregate(server, ups, now, {})
-    assert equal_trees(GMA(AWKWARD, TRAIN, threshold=0.0).aggregate(server, ups, now, {}), expected)
-    assert equal_trees(GMA(AWKWARD, TRAIN, threshold=1.0).aggregate(server, ups, now, {}), expected) == (count == 1)
+    server, ups, ctx = random_round(count, seed=10 + count)
+    expected, _ = FedAvg(AWKWARD, TRAIN).aggregate(server, ups, ctx)
+    assert equal_trees(GMA(AWKWARD, TRAIN, threshold=0.0).aggregate(server, ups, ctx)[0], expected)
+    assert equal_trees(GMA(AWKWARD, TRAIN, threshold=1.0).aggregate(server, ups, ctx)[0], expected) == (count == 1)
 
 
 def test_gma_does_not_move_where_two_clients_disagree_and_counts_heads_not_samples() -> None:
     here = {n: t.double() if t.is_floating_point() else t for n, t in AWKWARD.init(0).items()}
     up, down = ({"model": {n: t + d if n in PARAMETERS else t for n, t in here.items()}} for d in (1.0, -1.0))
-    now = {"samples": torch.tensor([99.0, 1.0])}
+    ctx = server_context([99.0, 1.0])
     method = GMA(AWKWARD, TRAIN)
-    assert equal(method.aggregate({"model": here}, {"a": up, "b": down}, now, {})["model"], here)
-    agreed = method.aggregate({"model": here}, {"a": up, "b": up}, now, {})["model"]
+    assert equal(method.aggregate({"model": here}, {"a": up, "b": down}, ctx)[0]["model"], here)
+    agreed = method.aggregate({"model": here}, {"a": up, "b": up}, ctx)[0]["model"]
     assert far(agreed, up["model"]) < 1e-14
     # a client that stood still has no vote: agreement is one half
-    half = replace(method, threshold=0.6).aggregate({"model": here}, {"a": {"model": here}, "b": down}, now, {})
+    half, _ = replace(method, threshold=0.6).aggregate({"model": here}, {"a": {"model": here}, "b": down}, ctx)
     for name in PARAMETERS:
         assert torch.allclose(half["model"][name], here[name] - 0.5 * 0.01, rtol=0, atol=1e-14)
 
@@ -484,15 +487,15 @@ def test_gma_does_not_move_where_two_clients_disagree_and_counts_heads_not_sampl
 def test_gma_reaches_its_threshold_exactly(dtype: torch.dtype) -> None:
     """Eleven against nine agree by a tenth, which is not below the papers' threshold; ten against ten do not agree."""
     here = {n: t.to(dtype) if t.is_floating_point() else t for n, t in AWKWARD.init(0).items()}
-    method, now = GMA(AWKWARD, TRAIN), {"samples": torch.ones(20)}
+    method, ctx = GMA(AWKWARD, TRAIN), server_context([1.0] * 20)
     for ahead, agree in ((11, True), (10, False)):
         steps = [3.0 if k < ahead else -1.0 for k in range(20)]
         ups = {
             f"{k}": {"model": {n: t + d if n in PARAMETERS else t for n, t in here.items()}}
             for k, d in enumerate(steps)
         }
-        new = method.aggregate({"model": here}, ups, now, {})
-        expected = FedAvg(AWKWARD, TRAIN).aggregate({"model": here}, ups, now, {}) if agree else {"model": here}
+        new, _ = method.aggregate({"model": here}, ups, ctx)
+        expected = FedAvg(AWKWARD, TRAIN).aggregate({"model": here}, ups, ctx)[0] if agree else {"model": here}
         assert equal(pick(new["model"], PARAMETERS), pick(expected["model"], PARAMETERS))
 
 

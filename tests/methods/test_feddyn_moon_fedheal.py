@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedshift.core.arch import Arch
-from fedshift.core.context import ClientInfo, Context, Phase
+from fedshift.core.context import ClientInfo, Phase, ServerContext
 from fedshift.core.grad import gradient
 from fedshift.core.method import Batch, Method, Train
 from fedshift.core.registry import METHODS
@@ -33,7 +33,9 @@ from tests.conftest import refusal
 from tests.methods.federations import (
     AWKWARD,
     CLASSES,
+    CTX,
     DOUBLE,
+    NO_IDS,
     PLAIN,
     TRAIN,
     Awkward,
@@ -47,6 +49,7 @@ from tests.methods.federations import (
     module_of,
     ran,
     run,
+    server_context,
     watching,
 )
 from tests.test_engines_agree import check_equal, federate, make
@@ -63,7 +66,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     "sgd": {},
     "momentum, decay and clipping": {"momentum": 0.9, "weight_decay": 0.1, "lr_decay": 0.7, "clip": 0.3},
 }
-NOW = Context(0, 1, 1)
 Steps = list[tuple[Tree, Batch, Phase]]
 
 
@@ -403,9 +405,9 @@ def test_moon_keeps_its_own_last_encoder() -> None:
         for client in before.locals.keys() - watch.replies[-1].keys():
             assert equal_trees(state.locals[client], before.locals[client])
     method = fed.setup.method
-    newcomer = ClientInfo("new", -1, 0, torch.zeros(CLASSES), 0)
-    assert method.init_local(AWKWARD.init(0), newcomer, NOW) == {}
-    assert not bool(method.init_local(AWKWARD.init(0), replace(newcomer, number=0), NOW)["past"]["trained"])
+    info = ClientInfo("new", 0, torch.zeros(CLASSES), 0, unseen=True)
+    assert method.init_local(AWKWARD.init(0), info, CTX) == {}
+    assert not bool(method.init_local(AWKWARD.init(0), replace(info, unseen=False), CTX)["past"]["trained"])
 
 
 # --- FedHEAL ----------------------------------------------------------------------------------------------------------
@@ -536,11 +538,11 @@ def shifted(here: Tensors, step: float) -> Tree:
     return {"model": {n: leaf + step if n in PARAMETERS else leaf for n, leaf in here.items()}}
 
 
-def healing(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[FedHEAL, Tree, Tensors]:
+def healing(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[FedHEAL, Tree, ServerContext]:
     """A server of clients a and b before their first round, and the sizes of both."""
     method = FedHEAL(AWKWARD, TRAIN, **options)
     here = {n: torch.zeros_like(t, dtype=dtype) if t.is_floating_point() else t for n, t in AWKWARD.init(0).items()}
-    return method, method.init_server({"net": here}, ("a", "b")), {"samples": torch.tensor([3.0, 1.0])}
+    return method, method.init_server({"net": here}, ("a", "b"), NO_IDS), server_context([3.0, 1.0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -548,24 +550,24 @@ def healing(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[FedHEAL
 @pytest.mark.parametrize(("often", "heard"), [(3, False), (4, True)])
 def test_fedheal_reaches_its_threshold_exactly(dtype: torch.dtype, way: float, often: int, heard: bool) -> None:
     """Three of ten are not more than 0.3, up or down (1 - 0.7 in floats would be); one client alone has no company."""
-    method, server, now = healing(dtype)
-    now = {"samples": now["samples"][:1]}
+    method, server, _ = healing(dtype)
+    ctx = server_context([3.0])
     for number in range(10):
-        server = method.aggregate(server, {"a": shifted(server["model"], way if number < often else -way)}, now, {})
+        server, _ = method.aggregate(server, {"a": shifted(server["model"], way if number < often else -way)}, ctx)
     here = server["model"]
-    after = method.aggregate(server, {"a": shifted(here, way)}, now, {})["model"]
+    after = method.aggregate(server, {"a": shifted(here, way)}, ctx)[0]["model"]
     moved = {name: float((after[name] - here[name]).abs().min()) > 0.5 for name in PARAMETERS}
     assert set(moved.values()) == {heard}
     assert all(after[name].dtype == dtype for name in PARAMETERS)
 
 
 def test_a_masked_client_leaves_an_entry_to_the_others() -> None:
-    method, server, now = healing(threshold=0.0)
-    server = method.aggregate(server, {"a": shifted(server["model"], 1.0), "b": shifted(server["model"], 1.0)}, now, {})
+    method, server, ctx = healing(threshold=0.0)
+    server, _ = method.aggregate(server, {"a": shifted(server["model"], 1.0), "b": shifted(server["model"], 1.0)}, ctx)
     here = server["model"]
 
     def after(a: float, b: float) -> tuple[Tree, set[float]]:
-        new = method.aggregate(server, {"a": shifted(here, a), "b": shifted(here, b)}, now, {})
+        new, _ = method.aggregate(server, {"a": shifted(here, a), "b": shifted(here, b)}, ctx)
         steps = {round(float(v), 12) for n in PARAMETERS for v in (new["model"][n] - here[n]).flatten()}
         return new, steps
 
@@ -578,15 +580,15 @@ def test_a_masked_client_leaves_an_entry_to_the_others() -> None:
 
 
 def test_fedheal_listens_to_the_client_that_moves_farther() -> None:
-    method, server, now = healing(beta=0.4)
-    new = method.aggregate(server, {"a": shifted(server["model"], 1.0), "b": shifted(server["model"], 4.0)}, now, {})
+    method, server, ctx = healing(beta=0.4)
+    new, _ = method.aggregate(server, {"a": shifted(server["model"], 1.0), "b": shifted(server["model"], 4.0)}, ctx)
     assert [float(new["delta"][c]) for c in "ab"] == pytest.approx([0.08, 0.32])  # 0.4 times one fifth and four fifths
     weights = [(0.75 + 0.08) / 1.4, (0.25 + 0.32) / 1.4]
     assert [float(new["boost"][c]) for c in "ab"] == pytest.approx([weights[0] / 0.75, weights[1] / 0.25])
     for name in PARAMETERS:
         expected = torch.full_like(new["model"][name], weights[0] + 4 * weights[1])
         assert torch.allclose(new["model"][name], expected, rtol=0, atol=1e-14)
-    still = method.aggregate(server, {c: shifted(server["model"], 0.0) for c in "ab"}, now, {})
+    still, _ = method.aggregate(server, {c: shifted(server["model"], 0.0) for c in "ab"}, ctx)
     assert [float(still["boost"][c]) for c in "ab"] == pytest.approx([1, 1], abs=1e-15)
     assert equal(still["model"], server["model"])
 
@@ -631,12 +633,13 @@ def test_the_model_travels_and_nothing_else(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHOD_NAMES)
-def test_newcomers_get_the_global_model(method: str) -> None:
+def test_unseen_clients_get_the_global_model(method: str) -> None:
     fed, _ = federation(method, make_task((5, 9, 12), unseen=1))
     state, _ = run(fed)
-    for tree in (*fed.unseen(fed.deploy(state)).values(), *fed.deploy(state).trained().values()):
+    deployment = fed.deploy(state)
+    for tree in (*fed.unseen(deployment).values(), *deployment.trained().values()):
         assert equal(tree["model"], state.server["model"])
-    assert fed.settled(state).published == 0
+    assert deployment.given_bytes == 0
     assert METHODS[method].make.linear == (method == "moon")
 
 

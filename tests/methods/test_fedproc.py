@@ -40,6 +40,7 @@ from tests.methods.federations import (
     module_of,
     ran,
     run,
+    server_context,
     watching,
 )
 
@@ -261,7 +262,7 @@ def test_a_class_nobody_has_this_round_keeps_its_prototype_and_one_nobody_has_ha
     means = rng.normal(2, torch.arange(2), (CLASSES, size)).double()
     counts = torch.tensor([[3.0, 0.0, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
     ups = {c: {"model": model, "own": {"mean": means[i], "count": counts[i]}} for i, c in enumerate("ab")}
-    after = method.aggregate(server, ups, {"samples": torch.ones(2)}, {})["prototypes"]["global"]
+    after = method.aggregate(server, ups, server_context([1.0, 1.0]))[0]["prototypes"]["global"]
     assert torch.allclose(after[0], 0.75 * means[0, 0] + 0.25 * means[1, 0], rtol=0, atol=1e-15)
     assert torch.equal(after[1], old[1])
     assert not bool(after[2].any())
@@ -301,7 +302,8 @@ def test_everybody_serves_with_the_global_model() -> None:
     assert set(served) == {"a", "b", "c", "new0", "new1"}
     for tree in served.values():
         assert equal_trees(tree, {"model": state.server["model"]})
-    assert set(fed.setup.method.broadcast(state.server, None, fed.context(state.round))) == {"model"}
+    unseen = replace(fed.context(state.round), stage="unseen")
+    assert set(fed.setup.method.broadcast(state.server, "new0", unseen)) == {"model"}
 
 
 def test_prototypes_survive_a_checkpoint(tmp_path: Any) -> None:

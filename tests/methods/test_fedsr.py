@@ -239,7 +239,7 @@ def test_without_weights_and_deviation_the_trajectory_is_fedavgs(name: str) -> N
     ends = [rounds_from(one, start).server["model"] for one in (fed, plain)]
     assert far(*ends) < 1e-12
     assert far(ends[0], start) > 0.01
-    for client in fed.deployed(State(3, {"model": ends[0]})).values():  # and so are its predictions
+    for client in fed.deploy(State(3, {"model": ends[0]})).trained().values():  # and so are its predictions
         logits = fed.setup.method.predict(client, images()).logits
         assert torch.allclose(logits, arch(ends[1], images()).logits.log_softmax(1), rtol=0, atol=1e-10)
 
@@ -348,7 +348,7 @@ def test_no_samples_predict_with_the_mean() -> None:
     tensors = double(method.arch.init(0))
     for batch_stats in (False, True):
         found, plain = (
-            one({"model": tensors}, images(), batch_stats) for one in (method.predict, FedAvg(method.arch).forward)
+            one({"model": tensors}, images(), batch_stats) for one in (method.predict, FedAvg(method.arch).predict)
         )
         assert torch.equal(found.logits, plain.logits)
         assert equal(found.buffers, plain.buffers)
@@ -359,15 +359,15 @@ def test_the_deterministic_adapter_predicts_with_the_mean_too() -> None:
     state = {"model": double(drawing.arch.init(0))}
     found, after = Deterministic(arch=drawing.arch, predict_with=drawing.predict).predict(state, images(), {})
     assert after is state
-    assert torch.equal(found.logits, plain.forward(state, images()).logits)
-    assert not torch.allclose(found.logits.softmax(1), drawing.forward(state, images()).logits.softmax(1))
+    assert torch.equal(found.logits, plain.predict(state, images()).logits)
+    assert not torch.allclose(found.logits.softmax(1), drawing.predict(state, images()).logits.softmax(1))
 
 
 def test_many_samples_come_close_to_the_expectation() -> None:
     arch = stochastic(PLAIN)
     tensors = double(arch.init(1))
     few, many, exact = (
-        FedSR(arch, TRAIN, samples=s).forward({"model": tensors}, images()).logits.exp() for s in (5, 2000, 200_000)
+        FedSR(arch, TRAIN, samples=s).predict({"model": tensors}, images()).logits.exp() for s in (5, 2000, 200_000)
     )
     assert float((many - exact).abs().max()) < 0.01
     assert float((many - exact).abs().max()) < float((few - exact).abs().max())

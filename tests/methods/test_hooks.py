@@ -1,8 +1,8 @@
-"""The contract of a method's hooks for every registered method, and what the engine and the federation owe them."""
+"""The contract of a method's hooks for every registered method, and what the engine and the session owe them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedshift.core.context import ClientInfo, Context, Phase
+from fedshift.core.context import ClientInfo, Context, Phase, ServerContext
 from fedshift.core.method import Batch, Method, Train
 from fedshift.core.optim import SGD, Adam
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tensors, Tree, pick
-from fedshift.engines.reference import moment, schedule_of, work
+from fedshift.engines.reference import now_of, schedule_of, work
 from fedshift.engines.schedule import Plan
 from fedshift.errors import UserError
 from fedshift.methods.ditto import Ditto
@@ -32,6 +32,7 @@ from tests.methods.federations import (
     CLASSES,
     DOUBLE,
     HEAD,
+    NO_IDS,
     NORM,
     PLAIN,
     SEED,
@@ -47,6 +48,7 @@ from tests.methods.federations import (
     module_of,
     ran,
     run,
+    server_context,
     torch_training,
     watching,
 )
@@ -73,7 +75,7 @@ class Frozen:
         return all(equal_trees(tree, copy) for tree, copy in self._pairs)
 
 
-def one_step_of(method: str) -> tuple[Session, Method, State, Now]:
+def one_step_of(method: str) -> tuple[Session, Method, State, Context]:
     """A federation after a round, so that memories are not zero."""
     fed, _ = federation(method, SIZED, replace(TRAIN, momentum=0.5))
     state, _ = run(fed, 1)
@@ -82,22 +84,36 @@ def one_step_of(method: str) -> tuple[Session, Method, State, Now]:
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_hooks_change_none_of_their_arguments(name: str) -> None:
-    fed, method, state, now = one_step_of(name)
+    fed, method, state, ctx = one_step_of(name)
     frozen = Frozen()
     frozen(state.server)
     ups: dict[str, Tree] = {}
-    plan = Plan(method.phases(now), now, SEED)
+    plan = Plan(method.phases(ctx), ctx, SEED)
     for client in fed.training.clients:
-        down = frozen(method.broadcast(state.server, client.name, now))
-        local = frozen(fed._local(state, client, now))
+        down = frozen(method.broadcast(state.server, client.name, ctx))
+        local = frozen(fed._local(state, client, ctx))
         reply = work(method, down, local, client, fed.training, plan, DOUBLE)
         ups[client.name] = frozen(reply.up)
         frozen(method.deployed(down, reply.local))
-    sizes = torch.tensor([float(len(client.train)) for client in fed.training.clients])
-    method.aggregate(state.server, ups, fed._moment(now, sizes), {"seed": torch.tensor(1)})
-    published = {client: frozen(method.publish(frozen(tree))) for client, tree in state.locals.items()}
-    method.welcome(state.server, published)
-    method.broadcast(state.server, None, now)
+    sizes = [float(len(client.train)) for client in fed.training.clients]
+    frozen(method.aggregate(state.server, ups, server_context(sizes, ctx, seed=1))[0])
+    final, unseen = replace(ctx, stage="final"), replace(ctx, stage="unseen")
+    last = Plan(method.last_phases(final), final, SEED)
+    gifts: dict[str, Tree] = {}
+    for client in fed.task.clients:
+        down = frozen(method.broadcast(state.server, client.name, final))
+        local = frozen(fed._local(state, client, final))
+        gift, kept = method.settle(None, down, local, final)  # without last phases, or when they fail
+        frozen(method.deployed(down, frozen(kept)))
+        if last.phases:
+            reply = work(method, down, local, client, fed.task, last, DOUBLE)
+            gift = reply.up
+            frozen(method.deployed(down, frozen(reply.local)))
+        if client.name in state.locals and gift:
+            gifts[client.name] = frozen(gift)
+    served = frozen(method.take_gifts(state.server, gifts))
+    for server in (state.server, served):
+        frozen(method.broadcast(server, "new", unseen))
     assert frozen.whole()
 
 
@@ -120,32 +136,32 @@ def test_server_and_private_memory_keep_their_form(name: str) -> None:
         return {slot: {n: (t.shape, t.dtype) for n, t in leaves.items()} for slot, leaves in tree.items()}
 
     start = fed.start()
-    born = {c.name: form(fed._local(start, c, fed.context(start.round))) for c in fed.training.clients}
+    first = {c.name: form(fed._local(start, c, fed.context(start.round))) for c in fed.training.clients}
     state, _ = run(fed, 2)
     assert form(state.server) == form(start.server)
     for client, tree in state.locals.items():
-        assert form(tree) == born[client]
+        assert form(tree) == first[client]
 
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_what_comes_down_and_what_is_private_make_a_whole_model(name: str) -> None:
-    fed, method, state, now = one_step_of(name)
-    private = method.private(now)
+    fed, method, state, ctx = one_step_of(name)
+    private = method.private(ctx)
     entries = {*method.arch.parameters, *method.arch.buffers}  # a method may have changed the network
     for client in fed.training.clients:
-        down = method.broadcast(state.server, client.name, now)
+        down = method.broadcast(state.server, client.name, ctx)
         assert not set(down["model"]) & private
         assert set(down["model"]) | private >= entries  # a private head may stand beside the network's own
-        ready = method.begin(down, fed._local(state, client, now))
+        ready = method.begin(down, fed._local(state, client, ctx))
         assert set(ready["model"]) == set(down["model"]) | private
-        last = replace(now, final=True)
+        last = replace(ctx, stage="final")
         settled = method.begin(method.broadcast(state.server, client.name, last), fed._local(state, client, last))
-        for phases, begun in ((method.phases(now), ready), (method.final_phases(), settled)):
+        for phases, begun in ((method.phases(ctx), ready), (method.last_phases(last), settled)):
             for phase in phases:
                 beside = set(begun[phase.slot]) - entries
                 assert method.trainable(phase) <= method.arch.trainable | beside
                 assert method.trainable(phase) <= set(begun[phase.slot])
-    for phase in (*method.phases(now), *method.final_phases()):
+    for phase in (*method.phases(ctx), *method.last_phases(replace(ctx, stage="final"))):
         covered = [n for names, _ in method.groups(phase) for n in names]
         assert sorted(covered) == sorted(method.trainable(phase))  # every name once
     for tree in fed.deploy(state).trained().values():
@@ -199,12 +215,12 @@ def test_evaluating_on_the_way_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(METHODS))
-def test_new_clients_never_influence_training(name: str) -> None:
+def test_unseen_clients_never_influence_training(name: str) -> None:
     """Whether there are any, what they have, and that they were served between rounds."""
     task = make_task((5, 9, 12), unseen=2)
-    strangers = torch.cat([client.test for client in task.unseen])
+    theirs = torch.cat([client.test for client in task.unseen])
     images, labels = task.images.clone(), task.labels.clone()
-    images[strangers], labels[strangers] = 0, 0
+    images[theirs], labels[theirs] = 0, 0
     ends = []
     for other in (task, replace(task, images=images, labels=labels), replace(task, unseen=())):
         fed, _ = federation(name, other)
@@ -420,23 +436,36 @@ def test_the_reported_loss_is_the_mean_over_steps_then_over_clients_by_size() ->
     assert report.loss == pytest.approx(sum(size * mean for size, mean in means.items()) / 26, rel=1e-12)
 
 
-def test_moment_agrees_with_what_the_server_is_told() -> None:
-    fed, _ = federation("fedavg", SIZED, replace(TRAIN, lr_decay=0.5))
-    state, _ = run(fed, 2)
-    plan = Plan((), fed.context(state.round), SEED)
-    client = moment(fed.setup.method, SIZED, SIZED.clients[0], plan, 1, DOUBLE)
-    server = fed._moment(fed.context(state.round), torch.ones(3))
-    for name in ("round", "rounds", "clients", "lr"):
-        assert float(server[name]) == pytest.approx(float(client[name]), rel=1e-7)
+def test_now_agrees_with_what_the_server_is_told() -> None:
+    contexts: list[ServerContext] = []
+
+    class Listening(FedAvg):
+        def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
+            contexts.append(ctx)
+            return super().aggregate(server, ups, ctx)
+
+    train = replace(TRAIN, lr_decay=0.5)
+    fed, _ = federation(Listening, SIZED, train)
+    run(fed)
+    for number, server in enumerate(contexts):
+        plan = Plan((), fed.context(number), SEED)
+        client = now_of(fed.setup.method, SIZED, SIZED.clients[0], plan, 1, DOUBLE)
+        for name in ("round", "rounds", "clients"):
+            assert float(getattr(server, name)) == float(client[name])
+        assert train.lr * server.decay(train) == pytest.approx(float(client["lr"]), rel=1e-7)
+        assert server.stage == "round"
+        assert server.samples.tolist() == [5.0, 9.0, 12.0]
+    assert [server.round for server in contexts] == [0, 1, 2]
+    assert len({server.seed for server in contexts}) == 3
 
 
 # --- the server half --------------------------------------------------------------------------------------------------
 
 
 def test_weights_sum_to_one() -> None:
-    samples = {"samples": torch.tensor([1.0, 2.0, 4.0])}
-    by_size = FedAvg(PLAIN, Train(weights="size")).weights(samples)
-    uniform = FedAvg(PLAIN, Train(weights="uniform")).weights(samples)
+    ctx = server_context([1.0, 2.0, 4.0])
+    by_size = FedAvg(PLAIN, Train(weights="size")).weights(ctx)
+    uniform = FedAvg(PLAIN, Train(weights="uniform")).weights(ctx)
     assert by_size.tolist() == [1 / 7, 2 / 7, 4 / 7]
     assert uniform.tolist() == [1 / 3] * 3
     assert by_size.dtype == uniform.dtype == torch.float64
@@ -444,7 +473,7 @@ def test_weights_sum_to_one() -> None:
 
 def test_two_architectures_cannot_be_averaged() -> None:
     with pytest.raises(UserError, match="FedAvg averages weights, so all clients need one architecture, not a, b"):
-        FedAvg(PLAIN).init_server({"a": {}, "b": {}}, ("x", "y"))
+        FedAvg(PLAIN).init_server({"a": {}, "b": {}}, ("x", "y"), NO_IDS)
 
 
 def test_participants_are_a_fair_and_repeatable_choice() -> None:
@@ -478,15 +507,16 @@ def test_absent_clients_keep_their_private_memory() -> None:
             assert not equal_trees(state.locals[name], before.locals[name])
 
 
-# --- clients nobody has seen ------------------------------------------------------------------------------------------
+# --- unseen clients ----------------------------------------------------------------------------------------------------
 
 
-def test_newcomers_start_from_the_global_model_and_the_mean_of_what_is_published() -> None:
+def test_unseen_clients_start_from_the_global_model_and_the_mean_of_what_is_given_away() -> None:
     task = make_task((5, 9, 12), unseen=2)
     for name, private in (("fedavg", set()), ("scaffold", set()), ("ditto", set()), ("fedbn", NORM), ("fedper", HEAD)):
         fed, _ = federation(name, task)
         state, _ = run(fed)
-        models, cost = fed.unseen(fed.deploy(state)), fed.settled(state).published
+        deployment = fed.deploy(state)
+        models = fed.unseen(deployment)
         assert set(models) == {"new0", "new1"}
         floats = 0
         for tree in models.values():
@@ -497,10 +527,10 @@ def test_newcomers_start_from_the_global_model_and_the_mean_of_what_is_published
                 expected = own.amax(0) if entry.endswith("tracked") else own.mean(0)
                 assert torch.allclose(tree["model"][entry].double(), expected, rtol=1e-6)
             floats = sum(tree["model"][entry].numel() for entry in private if not entry.endswith("tracked"))
-        assert cost == 3 * 8 * floats
+        assert deployment.given_bytes == 3 * 8 * floats
 
 
-def test_the_mean_of_what_is_published_is_as_precise_as_the_run() -> None:
+def test_the_mean_of_what_is_given_away_is_as_precise_as_the_run() -> None:
     fed, _ = federation("fedper", make_task((5, 9, 12), unseen=1))
     state, _ = run(fed)
     models = fed.unseen(fed.deploy(state))
@@ -510,7 +540,7 @@ def test_the_mean_of_what_is_published_is_as_precise_as_the_run() -> None:
 
 
 @pytest.mark.parametrize("name", ["local", "lg-fedavg"])
-def test_methods_that_offer_nothing_have_no_newcomers(name: str) -> None:
+def test_methods_that_offer_nothing_serve_no_unseen_clients(name: str) -> None:
     """The alternative is a score of weights that nobody trained."""
     fed, _ = federation(name, make_task((5, 9, 12), unseen=1))
     state, _ = run(fed)
@@ -569,8 +599,7 @@ def test_a_client_that_is_not_finite_is_named_and_left_out(base: type[Method], h
     assert all(equal_trees(second.locals[c], first.locals[c]) == (c == "b") for c in first.locals)
     # the server hears the others only
     sound = {name: reply.up for name, reply in watch.replies[1].items() if name != "b"}
-    told = fed._moment(fed.context(first.round), torch.tensor([5.0, 12.0]))
-    expected = fed.setup.method.aggregate(first.server, sound, told, {"seed": torch.tensor(0)})
+    expected, _ = fed.setup.method.aggregate(first.server, sound, server_context([5.0, 12.0], fed.context(first.round)))
     assert equal_trees(second.server, expected)
     assert base is Local or not equal_trees(second.server, first.server)
     third, report = fed.step(second)  # it is well again
@@ -593,7 +622,7 @@ def test_when_nobody_is_finite_nothing_changes(base: type[Method]) -> None:
     assert report.loss != report.loss  # NaN: there is none
 
 
-def test_a_client_that_fails_at_once_is_born_again() -> None:
+def test_a_client_that_fails_at_once_starts_anew() -> None:
     fed, _ = federation(rotten(FedBN, "loss becomes NaN", rounds=(0,)), SIZED)
     first, report = fed.step(fed.start())
     assert report.diverged == ("b",)
@@ -613,7 +642,7 @@ def test_scaffolds_controls_still_average_to_the_servers_without_a_failed_client
 
 def test_a_client_whose_last_phases_fail_serves_with_what_it_had() -> None:
     class Failing(FedAvg):
-        def final_phases(self) -> tuple[Phase, ...]:
+        def last_phases(self, ctx: Context) -> tuple[Phase, ...]:
             return (Phase(name="final"),)
 
         def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
@@ -673,12 +702,12 @@ def test_a_rate_of_zero_is_not_a_failure(name: str) -> None:
     assert equal(pick(state.server["model"], parameters), pick(fed.start().server["model"], parameters))
 
 
-def test_facts_reach_a_client_when_it_is_born() -> None:
+def test_info_reaches_a_client_when_it_starts() -> None:
     told: dict[str, ClientInfo] = {}
 
     class Curious(FedAvg):
         def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
-            told[info.client] = facts
+            told[info.client] = info
             return {"note": {"samples": torch.tensor(info.samples)}}
 
         def begin(self, down: Tree, local: Tree) -> Tree:
@@ -687,11 +716,11 @@ def test_facts_reach_a_client_when_it_is_born() -> None:
     fed, _ = federation(Curious, make_task((5, 9), unseen=1))
     state, _ = run(fed, 2)
     fed.unseen(fed.deploy(state))
-    assert [(info.client, info.number, info.samples) for facts in told.values()] == [
-        ("a", 0, 5),
-        ("b", 1, 9),
-        ("new0", -1, 0),
+    assert [(info.client, info.unseen, info.samples) for info in told.values()] == [
+        ("a", False, 5),
+        ("b", False, 9),
+        ("new0", True, 0),
     ]
-    assert [int(info.histogram.sum()) for facts in told.values()] == [5, 9, 0]
-    assert len({info.seed for facts in told.values()}) == 3
+    assert [int(info.histogram.sum()) for info in told.values()] == [5, 9, 0]
+    assert len({info.seed for info in told.values()}) == 3
     assert {name: int(tree["note"]["samples"]) for name, tree in state.locals.items()} == {"a": 5, "b": 9}

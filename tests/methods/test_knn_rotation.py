@@ -18,6 +18,8 @@ from fedshift.core.method import Train
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tree
 from fedshift.data.task import Client, Task
+from fedshift.engines.base import Compute
+from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, MethodSpec
@@ -63,8 +65,8 @@ def make_task(train: tuple[int, ...] = (5, 9, 12), val: int = 15, test: int = 10
         Client(name, *parts[3 * i : 3 * i + 3]) for i, name in zip(range(len(train)), "abcdef", strict=False)
     )
     none = ids[:0]
-    strangers = tuple(Client(f"new{i}", none, none, part) for i, part in enumerate(parts[3 * len(train) :]))
-    return Task(images, labels, ids, tuple(map(str, range(CLASSES))), clients, strangers)
+    others = tuple(Client(f"new{i}", none, none, part) for i, part in enumerate(parts[3 * len(train) :]))
+    return Task(images, labels, ids, tuple(map(str, range(CLASSES))), clients, others)
 
 
 TASK = make_task()
@@ -157,7 +159,7 @@ def test_the_weight_is_the_smallest_of_the_best_on_validation_data(arch: str, ro
     assert any(kinds > 1 for _, kinds in chosen)
     stacked, _ = federation("knn-per", task, train=replace(TRAIN, lr=0.2), arch=ARCHS[arch], rounds=rounds)
     stacked.engine = Vmapped(DOUBLE)
-    for name, tree in stacked.deployed(state).items():
+    for name, tree in stacked.deploy(state).trained().items():
         assert torch.equal(tree["memory"]["lam"], deployed[name]["memory"]["lam"])
         assert far(tree["memory"], deployed[name]["memory"]) < 1e-12
 
@@ -191,19 +193,20 @@ def test_without_weight_it_is_fedavg(arch: str) -> None:
         assert float((found - expected.log_softmax(1)).abs().max()) < 1e-12
 
 
-def test_strangers_have_no_memory() -> None:
+def test_unseen_clients_have_no_memory() -> None:
     fed, _ = federation("knn-per", TASK)
     state, _ = run(fed)
-    strangers, published = fed.unseen(fed.deploy(state)), fed.settled(state).published
-    assert published == 0
+    deployment = fed.deploy(state)
+    unseen = fed.unseen(deployment)
+    assert deployment.given_bytes == 0
     for client in TASK.unseen:
-        tree = strangers[client.name]
+        tree = unseen[client.name]
         assert tree["memory"]["features"].shape == (0, AWKWARD.feature_size)
         assert float(tree["memory"]["lam"]) == 0
         x = pixels(client.test)
         assert torch.equal(fed.setup.method.predict(tree, x).logits, AWKWARD(state.server["model"], x).logits)
     scores = fed.evaluate(
-        {AWKWARD.name: fed.setup.adapter(AdapterSpec(name="none"), fed.setup.method)}, strangers, ["test"]
+        {AWKWARD.name: fed.setup.adapter(AdapterSpec(name="none"), fed.setup.method)}, unseen, ["test"]
     )
     assert all(score.samples == 10 for score in scores.values())
 
@@ -271,7 +274,7 @@ def test_the_personal_phase_trains_both_tasks_as_torch_does(kind: type[nn.Module
     steps.clear()
     deployed = fed.deploy(state).trained()
     for client in TASK.clients:
-        own = [(batch, phase) for now, batch, phase in steps if int(now["now"]["samples"]) == len(client.train)]
+        own = [(batch, phase) for before, batch, phase in steps if int(before["now"]["samples"]) == len(client.train)]
         assert {phase.name for _, phase in own} == {"finetune"}
         module = kind().double()
         module.load_state_dict({name: leaf.clone() for name, leaf in state.server["model"].items()})
@@ -321,12 +324,13 @@ def test_the_rotation_head_never_travels() -> None:
     assert far({"b": names["a"]}, {"b": names["b"]}) > 1e-6  # everybody has one of their own
 
 
-def test_strangers_have_an_untrained_rotation_head_and_the_global_model() -> None:
+def test_unseen_clients_have_an_untrained_rotation_head_and_the_global_model() -> None:
     fed, _ = federation("finetune-rotation", TASK)
     state, _ = run(fed)
-    strangers, published = fed.unseen(fed.deploy(state)), fed.settled(state).published
-    assert published == 0
-    for tree in strangers.values():
+    deployment = fed.deploy(state)
+    unseen = fed.unseen(deployment)
+    assert deployment.given_bytes == 0
+    for tree in unseen.values():
         assert equal(tree["model"], state.server["model"])
         assert set(tree["rotation"]) == ROTATION
         assert all(float(leaf.abs().max()) == 0 for leaf in tree["rotation"].values())
@@ -358,10 +362,11 @@ def test_real_digits_teach_the_head_which_way_is_up() -> None:
     made = trained("finetune-rotation", rounds=8)
     method = replace(made.method, epochs=20)
     setup = Setup(MethodSpec(name="finetune-rotation"), {"cnn": method}, method.train)
-    fed = Session(setup, made.task, made.federation.engine, made.federation.compute, seed=0, rounds=8)
+    compute = Compute()
+    fed = Session(setup, made.task, Sequential(compute), compute, seed=0, rounds=8)
     start = {"model": next(iter(made.deployed.values()))["global"]}
     right = count = 0
-    for name, tree in fed.deployed(State(8, start)).items():
+    for name, tree in fed.deploy(State(8, start)).trained().items():
         x = made.task.images[made.task.client(name).test].float() / 255
         for turn in range(4):
             with torch.no_grad():

@@ -141,20 +141,20 @@ def test_weights_by_size_and_uniform_coincide_for_equal_sizes_only() -> None:
 def test_no_epochs_leave_the_model_as_it_is(method: str) -> None:
     exchanged = {name: ["digest_epochs"] for name in ("fedmd", "hetero-tent", "heterofedtta")}
     counted = {**exchanged, "fedthe": ["personal_epochs"], "fedicon": ["personal_epochs", "head_epochs"]}
-    own = dict.fromkeys(counted.get(method, []), 0)  # epochs that [train] does not count
-    fed, _ = federation(method, train=replace(TRAIN, local_epochs=0), **own)
+    epochs = dict.fromkeys(counted.get(method, []), 0)  # those that [train] does not count
+    fed, _ = federation(method, train=replace(TRAIN, local_epochs=0), **epochs)
     start = fed.start()
     state, reports = run(fed)
     assert state.round == 3
     assert equal(state.server["model"], start.server["model"])
     entries = {*fed.setup.method.arch.parameters, *fed.setup.method.arch.buffers}
+    trains = {client.name for client in fed.training.clients}
     for client, tree in fed.deploy(state).trained().items():
-        born = (
-            fed._birth(fed.task.client(client), fed.context(start.round)).get("model", {})
-            if client in fed._numbers
-            else {}
-        )
-        begun = {**fed._initial[fed.setup.method.arch.name], **pick(born, entries)}  # some have a start of their own
+        own = fed._first_local(fed.task.client(client), fed.context(start.round)) if client in trains else {}
+        begun = {
+            **fed.initial[fed.setup.method.arch.name],
+            **pick(own.get("model", {}), entries),
+        }  # some have a start of their own
         assert equal(tree["model"], begun)
     assert all(report.diverged == () for report in reports)
 
@@ -167,7 +167,7 @@ def test_the_average_of_equal_clients_is_each_of_them(method: str) -> None:
     thrice = replace(task, clients=tuple(replace(first, name=name) for name in "abc"))
     train = replace(TRAIN, batch_size=6, local_epochs=3)
     one, three = (federation(method, data, train)[0] for data in (task, thrice))
-    alone, together = one.deployed(run(one)[0]), three.deployed(run(three)[0])
+    alone, together = (fed.deploy(run(fed)[0]).trained() for fed in (one, three))
     for tree in together.values():
         assert far(tree["model"], alone["a"]["model"]) < 1e-12
     assert far(alone["a"]["model"], one.start().server["model"]) > 0.01
@@ -179,7 +179,7 @@ def test_with_one_client_it_does_not_matter_what_travels(method: str) -> None:
     task = replace(task, clients=(replace(task.clients[0], name="everybody"),))
     base, fed = federation("fedavg", task)[0], federation(method, task)[0]
     expected = run(base)[0].server["model"]
-    assert equal(fed.deployed(run(fed)[0])["everybody"]["model"], expected)
+    assert equal(fed.deploy(run(fed)[0]).trained()["everybody"]["model"], expected)
 
 
 # --- BatchNorm's buffers ----------------------------------------------------------------------------------------------
@@ -575,7 +575,7 @@ def test_fedrep_deploys_the_received_body_under_a_head_trained_on_it() -> None:
         assert far(pick(tree["model"], HEAD), state.locals[name]["model"]) > 1e-4
     resting = federation(FedRep, make_task((8, 8)), head_epochs=0)[0]
     first = run(resting)[0]
-    for name, tree in resting.deployed(first).items():
+    for name, tree in resting.deploy(first).trained().items():
         assert equal(pick(tree["model"], HEAD), first.locals[name]["model"])
 
 
@@ -611,7 +611,7 @@ def test_finetuning_is_plain_training_from_the_received_model() -> None:
         assert far(deployed[name]["model"], module.state_dict()) < 1e-12
     resting = federation("finetune", SIZED, epochs=0)[0]
     last = run(resting)[0]
-    assert all(equal(tree["model"], last.server["model"]) for tree in resting.deployed(last).values())
+    assert all(equal(tree["model"], last.server["model"]) for tree in resting.deploy(last).trained().values())
 
 
 # --- without a federation ---------------------------------------------------------------------------------------------

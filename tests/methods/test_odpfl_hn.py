@@ -1,4 +1,4 @@
-"""ODPFL-HN: a reference in plain PyTorch from images to the last weight, limits, messages, newcomers."""
+"""ODPFL-HN: a reference in plain PyTorch from images to the last weight, limits, messages, unseen clients."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedshift.blocks import mlp as hypernetwork
 from fedshift.core import rng
 from fedshift.core.arch import Arch
 from fedshift.core.grad import gradient
 from fedshift.core.method import Train
 from fedshift.core.registry import METHODS
-from fedshift.core.tree import Tensors, float_bytes, pick
+from fedshift.core.tree import Tensors, Tree, float_bytes, pick
 from fedshift.data.task import Client, Task
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
+from fedshift.methods import odpfl_hn
 from fedshift.methods.odpfl_hn import ODPFL
 from fedshift.runs.session import Session
 from fedshift.store.state import State
@@ -41,6 +41,7 @@ from tests.methods.federations import (
     module_of,
     ran,
     run,
+    server_context,
     torch_training,
     watching,
 )
@@ -74,17 +75,17 @@ class Hyper(nn.Module):
 
     def __init__(self, tensors: Tensors, base: Tensors) -> None:
         super().__init__()
-        sizes = [tensors[f"{hypernetwork.TRUNK}.{i}.weight"].shape for i in range(4)]
+        sizes = [tensors[f"{odpfl_hn.TRUNK}.{i}.weight"].shape for i in range(4)]
         self.trunk = nn.ModuleList([nn.Linear(reads, writes) for writes, reads in sizes])
         self.heads = nn.ModuleList([nn.Linear(sizes[-1][0], leaf.numel()) for leaf in base.values()])
         self.double()
         self.shapes = {name: leaf.shape for name, leaf in base.items()}
         with torch.no_grad():
             for i, layer in enumerate(self.trunk):
-                layer.weight.copy_(tensors[f"{hypernetwork.TRUNK}.{i}.weight"])
-                layer.bias.copy_(tensors[f"{hypernetwork.TRUNK}.{i}.bias"])
+                layer.weight.copy_(tensors[f"{odpfl_hn.TRUNK}.{i}.weight"])
+                layer.bias.copy_(tensors[f"{odpfl_hn.TRUNK}.{i}.bias"])
             for head, (name, leaf) in zip(self.heads, base.items(), strict=True):
-                head.weight.copy_(tensors[hypernetwork.output_of(name)])
+                head.weight.copy_(tensors[odpfl_hn.output_of(name)])
                 head.bias.copy_(leaf.flatten())
 
     def forward(self, embedding: Tensor) -> Tensors:
@@ -96,12 +97,12 @@ class Hyper(nn.Module):
     def tensors(self) -> tuple[Tensors, Tensors]:
         """Hyper-network and base, by the method's names."""
         hyper = {
-            f"{hypernetwork.TRUNK}.{i}.{part}": getattr(layer, part).detach().clone()
+            f"{odpfl_hn.TRUNK}.{i}.{part}": getattr(layer, part).detach().clone()
             for i, layer in enumerate(self.trunk)
             for part in ("weight", "bias")
         }
         heads = list(zip(self.heads, self.shapes.items(), strict=True))
-        outputs = {hypernetwork.output_of(name): head.weight.detach().clone() for head, (name, _) in heads}
+        outputs = {odpfl_hn.output_of(name): head.weight.detach().clone() for head, (name, _) in heads}
         return {**hyper, **outputs}, {name: head.bias.detach().reshape(shape).clone() for head, (name, shape) in heads}
 
 
@@ -185,19 +186,19 @@ def test_odpfl_is_autograd_from_images_to_weights(kind: str, recipe: dict[str, A
 def test_the_pull_has_the_gradient_of_the_vector_jacobian_product() -> None:
     """Against ``torch.autograd.functional.jacobian`` with Delta multiplied in by hand, for every tensor at once."""
     base = {name: leaf.double() for name, leaf in PLAIN.init(3).items()}
-    hyper = hypernetwork.fresh_hypernetwork(base, (4, 6, 6))
+    hyper = odpfl_hn.fresh_hypernetwork(base, (4, 6, 6))
     hyper = {
         n: leaf + 0.1 * rng.normal(5, torch.arange(len(leaf)), leaf.shape[1:]).double() for n, leaf in hyper.items()
     }
     e = torch.linspace(-1, 1, 4, dtype=torch.float64)
     trained = {name: leaf.double() for name, leaf in PLAIN.init(4).items()}
-    grads, _, _ = gradient(lambda t: (hypernetwork.pull(t, base, e, trained), None), hyper)
-    towards, _, _ = gradient(lambda t: (hypernetwork.pull(hyper, base, t["e"], trained), None), {"e": e})
-    delta = {n: leaf - trained[n] for n, leaf in hypernetwork.made(hyper, base, e).items()}
+    grads, _, _ = gradient(lambda t: (odpfl_hn.pull(t, base, e, trained), None), hyper)
+    towards, _, _ = gradient(lambda t: (odpfl_hn.pull(hyper, base, t["e"], trained), None), {"e": e})
+    delta = {n: leaf - trained[n] for n, leaf in odpfl_hn.made(hyper, base, e).items()}
     names = list(hyper)
 
     def targets(*values: Tensor) -> tuple[Tensor, ...]:
-        return tuple(hypernetwork.made(dict(zip(names, values[1:], strict=True)), base, values[0]).values())
+        return tuple(odpfl_hn.made(dict(zip(names, values[1:], strict=True)), base, values[0]).values())
 
     rows = torch.autograd.functional.jacobian(targets, (e, *hyper.values()))
     for position, found in enumerate((towards["e"], *(grads[name] for name in names))):
@@ -214,8 +215,8 @@ def test_the_encoder_averages_as_adaptive_pooling_does(side: int) -> None:
     module = Encoder(32).double()
     tensors = {name: leaf.detach() for name, leaf in module.state_dict().items()}
     x = rng.normal(side, torch.arange(5), (1, side, side + 2)).double()
-    assert torch.allclose(hypernetwork.embedded(tensors, x), module(x).detach(), rtol=0, atol=1e-12)
-    fresh = hypernetwork.fresh_encoder(torch.ones(1), 1, 32)
+    assert torch.allclose(odpfl_hn.embedded(tensors, x), module(x).detach(), rtol=0, atol=1e-12)
+    fresh = odpfl_hn.fresh_encoder(torch.ones(1), 1, 32)
     assert {n: leaf.shape for n, leaf in fresh.items()} == {n: leaf.shape for n, leaf in tensors.items()}
 
 
@@ -259,7 +260,7 @@ def test_a_client_without_training_images_changes_nothing() -> None:
     assert not bool(up["embedding"]["mean"].any())
     assert all(not bool(leaf.any()) for leaf in up["encoder"].values())
     method, server = fed.setup.method, awake(fed.start()).server
-    after = method.aggregate(server, {"a": up}, fed._moment(fed.now(fed.start()), torch.ones(1)), {})
+    after, _ = method.aggregate(server, {"a": up}, server_context([1.0], fed.context(0)))
     assert far(after["model"], server["model"]) < 1e-15
     assert far(after["hyper"], server["hyper"]) < 1e-15
     assert equal(after["encoder"], server["encoder"])
@@ -286,7 +287,7 @@ def test_what_travels() -> None:
             assert float_bytes(reply.up) == network + 8 * (32 + encoder)  # d_emb + P, and the encoder's gradient
     assert reports[0].bytes_up == 3 * (network + 8 * (32 + encoder))
     assert state.locals == {}
-    assert fed.settled(state).published == 0
+    assert fed.deploy(state).given_bytes == 0
     assert not METHODS["odpfl-hn"].make.linear
 
 
@@ -294,52 +295,59 @@ def test_what_travels() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_newcomers_are_served_by_what_their_images_look_like(kind: str) -> None:
+def test_unseen_clients_are_served_by_what_their_images_look_like(kind: str) -> None:
     arch, _ = KINDS[kind]
     task = make_task((5, 9, 12), unseen=3)
     fed, _ = federation("odpfl-hn", task, arch=arch, **SMALL)
     state = awake(run(fed)[0])
-    newcomers, deployed = fed.unseen(fed.deploy(state)), fed.deploy(state).trained()
+    deployment = fed.deploy(state)
+    unseen, deployed = fed.unseen(deployment), deployment.trained()
     server = state.server
     base = pick(server["model"], arch.parameters)
     for client in (*task.unseen, *task.clients):
         index = client.train if len(client.train) else client.test
-        e = hypernetwork.embedded(server["encoder"], images_of(task, index)).mean(0)
-        expected = {**server["model"], **hypernetwork.made(server["hyper"], base, e)}
-        tree = {**newcomers, **deployed}[client.name]
+        e = odpfl_hn.embedded(server["encoder"], images_of(task, index)).mean(0)
+        expected = {**server["model"], **odpfl_hn.made(server["hyper"], base, e)}
+        tree = {**unseen, **deployed}[client.name]
         assert set(tree) == {"model"}
         assert far(tree["model"], expected) < 1e-12
-    assert far(newcomers["new0"]["model"], newcomers["new1"]["model"]) > 1e-4
+    assert far(unseen["new0"]["model"], unseen["new1"]["model"]) > 1e-4
     # labels are nobody's business, and neither are the test images of a client that trains
     relabelled = replace(task, labels=torch.where(torch.arange(len(task.labels)) < 26, task.labels, 0))
     other, _ = federation("odpfl-hn", relabelled, arch=arch, **SMALL)
-    assert all(equal_trees(tree, newcomers[c]) for c, tree in other.newcomers(state).items())
+    assert all(equal_trees(tree, unseen[c]) for c, tree in other.unseen(other.deploy(state)).items())
     swapped = replace(task, clients=tuple(replace(c, test=torch.arange(20, 26)) for c in task.clients))
     third, _ = federation("odpfl-hn", swapped, arch=arch, **SMALL)
-    assert all(equal_trees(tree, deployed[c]) for c, tree in third.deployed(state).items())
+    assert all(equal_trees(tree, deployed[c]) for c, tree in third.deploy(state).trained().items())
+
+
+def served_by(session: Session, state: State) -> dict[str, Tree]:
+    """What everybody serves with, unseen clients too."""
+    deployment = session.deploy(state)
+    return {**session.unseen(deployment), **deployment.trained()}
 
 
 def test_the_description_does_not_depend_on_batches_or_engines() -> None:
     task = make_task((5, 9, 12), unseen=2)
     fed, _ = federation("odpfl-hn", task, **SMALL)
     state = awake(run(fed)[0])
-    expected = {**fed.unseen(fed.deploy(state)), **fed.deploy(state).trained()}
+    expected = served_by(fed, state)
     for size, engine in ((1, Sequential(DOUBLE)), (64, Vmapped(DOUBLE)), (3, Vmapped(DOUBLE))):
         method = replace(fed.setup.method, train=replace(TRAIN, batch_size=size))
         setup = replace(fed.setup, methods={method.arch.name: method}, train=method.train)
         other = Session(setup, task, engine, DOUBLE, fed.seed, 3)
-        for client, tree in {**other.newcomers(state), **other.deploy(state).trained()}.items():
+        for client, tree in served_by(other, state).items():
             assert far(tree["model"], expected[client]["model"]) < 1e-12
 
 
-def test_newcomers_never_influence_training() -> None:
+def test_unseen_clients_never_influence_training() -> None:
     alone, _ = federation("odpfl-hn", make_task((5, 9, 12)), **SMALL)
     beside, _ = federation("odpfl-hn", make_task((5, 9, 12), unseen=3), **SMALL)
     expected, state = alone.start(), beside.start()
     for _ in range(3):
         expected, _ = alone.step(expected)
         state, _ = beside.step(state)
-        assert len(beside.newcomers(state)) == 3
+        assert len(beside.unseen(beside.deploy(state))) == 3
     assert equal_trees(state.server, expected.server)
 
 
@@ -355,7 +363,7 @@ def test_models_after_local_training_are_the_trained_ones() -> None:
 
 
 def told_apart(count: int = 6) -> Task:
-    """Clients with dark images name two patterns one way, clients with bright images the other; three strangers of each."""
+    """Clients with dark images name two patterns one way, clients with bright images the other; three unseen of each."""
     groups = []
     for number in range(2 * count):
         noise = rng.integers(number, torch.arange(16), 40, SHAPE)
@@ -382,7 +390,7 @@ class Linear(nn.Module):
         return logits
 
 
-def test_newcomers_get_the_model_of_their_kind() -> None:
+def test_unseen_clients_get_the_model_of_their_kind() -> None:
     """What one model cannot know: the hyper-network tells by the images what the labels of such a client mean."""
     task, arch = told_apart(), Arch.of(Linear, SHAPE)
     train = Train(lr=0.1, batch_size=16, local_epochs=3)

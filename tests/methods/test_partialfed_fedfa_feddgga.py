@@ -1,4 +1,4 @@
-"""PartialFed, FedFA and FedDG-GA: slow references in plain torch, limits, messages, strangers."""
+"""PartialFed, FedFA and FedDG-GA: slow references in plain torch, limits, messages, unseen clients."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ from tests.conftest import refusal, tiny_arch, tiny_train
 from tests.methods.federations import (
     AWKWARD,
     CLASSES,
+    CTX,
     DOUBLE,
     HEAD,
+    NO_IDS,
     NORM,
     PLAIN,
     SHAPE,
@@ -53,6 +55,7 @@ from tests.methods.federations import (
     module_of,
     ran,
     run,
+    server_context,
     torch_training,
     watching,
 )
@@ -60,7 +63,7 @@ from tests.methods.test_knn_rotation import make_task
 from tests.test_engines_agree import TASK as RAGGED
 from tests.test_engines_agree import check_equal, federate
 
-TASK = make_task()  # three clients of 5, 9 and 12 training and 15 validation images, two strangers
+TASK = make_task()  # three clients of 5, 9 and 12 training and 15 validation images, two unseen ones
 NAMES = [client.name for client in TASK.clients]
 SIZES = [len(client.train) for client in TASK.clients]
 KINDS: dict[str, tuple[Arch, type[nn.Module]]] = {"awkward": (AWKWARD, Awkward), "plain": (PLAIN, Plain)}
@@ -135,22 +138,23 @@ def test_fixed_layers_are_as_if_they_never_travelled(arch: str) -> None:
     served, wanted = fed.deploy(state).trained(), other.deploy(expected).trained()
     for name in NAMES:
         assert equal(served[name]["model"], wanted[name]["model"])
-        assert equal(state.locals[name]["local"], expected.locals[name]["model"])
+        assert equal(state.locals[name]["kept"], expected.locals[name]["model"])
     assert far(served["a"]["model"], served["b"]["model"]) > 1e-3
 
 
-def test_fixed_layers_travel_all_the_same_and_are_what_a_newcomer_has() -> None:
+def test_fixed_layers_travel_all_the_same_and_are_what_an_unseen_client_has() -> None:
     fed, watch = federation("partialfed", TASK, mode="fix")
     state, _ = run(fed)
     ups = [reply.up for reply in watch.replies[-1].values()]
     assert all(set(up) == {"model"} and set(up["model"]) == ENTRIES for up in ups)
     expected = mean_of([up["model"] for up in ups], [size / sum(SIZES) for size in SIZES])
     assert far(state.server["model"], expected) < 1e-12
-    assert set(state.locals["a"]) == {"local", "past"}
-    newcomers = fed.unseen(fed.deploy(state))
-    assert set(newcomers) == {"new0", "new1"}
-    assert all(equal(tree["model"], state.server["model"]) for tree in newcomers.values())
-    assert far(fed.deploy(state).trained()["a"]["model"], state.server["model"]) > 1e-3
+    assert set(state.locals["a"]) == {"kept", "past"}
+    deployment = fed.deploy(state)
+    unseen = fed.unseen(deployment)
+    assert set(unseen) == {"new0", "new1"}
+    assert all(equal(tree["model"], state.server["model"]) for tree in unseen.values())
+    assert far(deployment.trained()["a"]["model"], state.server["model"]) > 1e-3
 
 
 @pytest.mark.parametrize("mode", ["fix", "adaptive"])
@@ -225,7 +229,7 @@ def test_adaptive_rounds_are_those_of_plain_torch(arch: str) -> None:
             module = module_of(start, kind)
             torch_training(module, second, sgd)
             policies[name], locals_[name] = logits, dict(module.state_dict())
-            assert far(state.locals[name]["local"], locals_[name]) < 1e-9
+            assert far(state.locals[name]["kept"], locals_[name]) < 1e-9
             assert float((state.locals[name]["policy"]["logits"] - logits).abs().max()) < 1e-9
         server = mean_of(list(locals_.values()), [size / sum(SIZES) for size in SIZES])
         assert far(state.server["model"], server) < 1e-9
@@ -259,14 +263,14 @@ def test_a_layer_is_what_shares_a_module() -> None:
 
 def test_the_policy_says_layer_by_layer_what_is_served_and_trained() -> None:
     method = PartialFed(arch=AWKWARD, train=TRAIN)
-    received, local = (to_double(AWKWARD.init(seed)) for seed in (1, 2))
-    local = {"local": local, "past": {"known": torch.tensor(True)}}
-    for kept in ({"foo"}, {"out", "bn_not"}, set(), {"bn_not", "foo", "downsample.0", "downsample.1", "out"}):
+    received, kept = (to_double(AWKWARD.init(seed)) for seed in (1, 2))
+    local = {"kept": kept, "past": {"known": torch.tensor(True)}}
+    for chosen in ({"foo"}, {"out", "bn_not"}, set(), {"bn_not", "foo", "downsample.0", "downsample.1", "out"}):
         logits = torch.zeros(5, 2, dtype=torch.float64)
         for name, number in method.layers.items():
-            logits[number, 1] = 0.1 if name.rpartition(".")[0] in kept else 0.0  # a tie is global
+            logits[number, 1] = 0.1 if name.rpartition(".")[0] in chosen else 0.0  # a tie is global
         own = {**local, "policy": {"logits": logits}}
-        expected = {n: (local if n.rpartition(".")[0] in kept else received)[n] for n in received}
+        expected = {n: (kept if n.rpartition(".")[0] in chosen else received)[n] for n in received}
         assert equal(method.deployed({"model": received}, own)["model"], expected)
         assert equal(method.begin({"model": received}, own)["model"], expected)
 
@@ -284,11 +288,11 @@ def test_the_policy_keeps_what_validation_images_like() -> None:
     index = TASK.clients[0].val
     zero, one = (torch.tensor(value, dtype=torch.float64) for value in (0.0, 1.0))
     around = {"now": {"round": zero, "rounds": one, "decay": one}, "log": {"loss": zero, "steps": zero}}
-    phase = method.phases(Context(0, 1, 1))[0]
+    phase = method.phases(CTX)[0]
     assert phase.optim is not None
-    for received, local in ((bad, good), (good, bad)):
+    for received, kept in ((bad, good), (good, bad)):
         policy = {"logits": torch.zeros(5, 2, dtype=torch.float64)}
-        local = {"local": local, "past": {"known": torch.tensor(True)}, "policy": policy}
+        local = {"kept": kept, "past": {"known": torch.tensor(True)}, "policy": policy}
         state = {**method.begin({"model": received}, local), **around, "optim": phase.optim.memory(policy)}
         assert equal(state["model"], received)
         for step in range(30):
@@ -324,9 +328,9 @@ def test_a_step_of_the_policy_leaves_both_sources_alone() -> None:
     for (before, _, phase), (after, _, following) in pairwise(steps):
         if phase.slot == "policy":
             assert equal(before["global"], after["global"])
-            assert equal(before["local"], after["local"])
+            assert equal(before["kept"], after["kept"])
             for name, leaf in after["model"].items():
-                assert torch.equal(leaf, after["global"][name]) or torch.equal(leaf, after["local"][name])
+                assert torch.equal(leaf, after["global"][name]) or torch.equal(leaf, after["kept"][name])
         assert following.batch_stats == (following.slot == "model")
 
 
@@ -342,14 +346,14 @@ def test_a_client_without_validation_images_loads_everything() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_ends_of_the_uniform_numbers_do_no_harm(value: float, dtype: torch.dtype) -> None:
     method = PartialFed(arch=PLAIN, train=TRAIN)
-    received, local = ({n: t.to(dtype) for n, t in PLAIN.init(seed).items()} for seed in (1, 2))
+    received, kept = ({n: t.to(dtype) for n, t in PLAIN.init(seed).items()} for seed in (1, 2))
     now = {"round": torch.zeros((), dtype=dtype), "rounds": torch.ones((), dtype=dtype)}
     logits = torch.zeros(2, 2, dtype=dtype, requires_grad=True)
     batch = {"x": torch.rand(3, *SHAPE, dtype=dtype), "y": torch.tensor([0, 1, 2])}
     batch["gumbel"] = torch.full((3, 2, 2), value, dtype=dtype)
     batch["gumbel"][:, :, 1] = 0.5
-    state = {"now": now, "global": received, "local": local}
-    loss, buffers = method.loss(state, {"logits": logits}, batch, method.phases(Context(0, 1, 1))[0])
+    state = {"now": now, "global": received, "kept": kept}
+    loss, buffers = method.loss(state, {"logits": logits}, batch, method.phases(CTX)[0])
     loss.backward()
     assert buffers == {}
     assert bool(loss.isfinite())
@@ -467,7 +471,7 @@ def test_in_inference_it_is_the_plain_network_and_all_entries_keep_their_names(n
     with torch.no_grad():
         assert torch.equal(arch(start, x).logits, backbone(backbone.init(3), x).logits)
         for batch_stats in (False, True):  # adapters that normalise with the batch's statistics meet no noise either
-            found = FedFA(arch=arch).forward({"model": start}, x, batch_stats)
+            found = FedFA(arch=arch).predict({"model": start}, x, batch_stats)
             expected = backbone(backbone.init(3), x, batch_stats)
             assert torch.equal(found.logits, expected.logits)
             assert equal(drop(found.buffers, added), expected.buffers)
@@ -630,7 +634,7 @@ def test_running_means_move_when_the_coin_says_yes_and_no_noise_stays_in_the_sta
             assert leaf.dim() == 2 or "_augment" not in name
 
 
-def test_a_newcomer_has_the_whole_global_model() -> None:
+def test_an_unseen_client_has_the_whole_global_model() -> None:
     fed, _ = federation("fedfa", TASK, arch=STAGED[True])
     state, _ = run(fed)
     arch = fed.setup.method.arch
@@ -709,9 +713,9 @@ def ups_of(gaps: list[float], values: list[float] | None = None) -> dict[str, Tr
 def adjusted(gaps: list[float], shares: list[float], values: list[float] | None = None, **options: Any) -> Tree:
     method = FedDGGA(arch=PLAIN, train=TRAIN, **options)
     share = {name: torch.tensor(v, dtype=torch.float64) for name, v in zip("abcdefgh", shares, strict=False)}
-    now = {"round": torch.tensor(1.0), "rounds": torch.tensor(4.0), "samples": torch.ones(len(gaps))}
+    ctx = server_context(torch.ones(len(gaps)), Context(1, 4, len(shares)))
     server = {"model": {"w": torch.zeros((), dtype=torch.float64)}, "share": share}
-    return method.aggregate(server, ups_of(gaps, values), now, {})
+    return method.aggregate(server, ups_of(gaps, values), ctx)[0]
 
 
 @pytest.mark.parametrize(("metric", "sign"), [("accuracy", -1), ("loss", 1)])
@@ -878,8 +882,8 @@ def test_equal_clients_are_each_of_them(name: str, options: dict[str, Any], down
     feds: list[Session] = [federation(name, t, train, STAGED[True], **options, **still)[0] for t in (one, three)]
     ends: list[State] = [run(fed)[0] for fed in feds]
     assert far(ends[0].server["model"], ends[1].server["model"]) < 1e-10
-    alone = feds[0].deployed(ends[0])["a"]["model"]
-    for tree in feds[1].deployed(ends[1]).values():
+    alone = feds[0].deploy(ends[0]).trained()["a"]["model"]
+    for tree in feds[1].deploy(ends[1]).trained().values():
         assert far(tree["model"], alone) < 1e-10
     assert far(alone, feds[0].start().server["model"]) > 0.01
 
@@ -912,18 +916,18 @@ def test_settings_that_cannot_be_meant(name: str, options: dict[str, Any], expec
     assert "\n" not in said
 
 
-def test_a_stranger_is_born_with_nothing_private() -> None:
-    facts = ClientInfo("new", -1, 0, torch.zeros(CLASSES, dtype=torch.int64), 0)
+def test_an_unseen_client_starts_with_nothing_private() -> None:
+    info = ClientInfo("new", 0, torch.zeros(CLASSES, dtype=torch.int64), 0, unseen=True)
     for name, options, _, _ in VARIANTS:
         method = variant(name, options, norm=True)
-        assert method.init_local(method.arch.init(0), facts, Context(0, 1, 1)) == {}
+        assert method.init_local(method.arch.init(0), info, CTX) == {}
 
 
 def test_uniform_means_are_where_a_step_of_zero_begins() -> None:
     """The share of a client and FedAvg's uniform weight are the same number."""
     method = FedDGGA(arch=PLAIN, train=replace(TRAIN, weights="uniform"))
-    server = method.init_server({"plain": PLAIN.init(0)}, tuple(NAMES))
-    uniform = FedAvg(arch=PLAIN, train=method.train).weights({"samples": torch.tensor(SIZES)})
+    server = method.init_server({"plain": PLAIN.init(0)}, tuple(NAMES), NO_IDS)
+    uniform = FedAvg(arch=PLAIN, train=method.train).weights(server_context(SIZES))
     assert torch.equal(torch.stack(list(server["share"].values())), uniform)
     models = [PLAIN.init(seed) for seed in range(3)]
     assert far(weighted_mean(models, uniform), mean_of(models, [1 / 3] * 3)) < 1e-6

@@ -228,30 +228,35 @@ def _make(
     if splitting.tune:
         seen = {name: (train, val, val) for name, (train, val, _) in seen.items()}
     clients = tuple(Client(name, *parts) for name, parts in seen.items())
-    # a newcomer's images are all test images
-    strangers = () if splitting.tune else tuple(Client(name, nothing, nothing, owned[name]) for name in unseen)
+    # an unseen client's images are all test images
+    unseen_clients = () if splitting.tune else tuple(Client(name, nothing, nothing, owned[name]) for name in unseen)
     tested = splitting.from_file or splitting.test > 0
-    for client in (*clients, *strangers):
+    for client in (*clients, *unseen_clients):
         if client.name in seen and len(client.train) == 0:
             raise UserError(f"client {client.name!r} has no training images left; use fewer or larger clients")
         if len(client.test) == 0 and (tested or client.name not in seen):
             raise UserError(f"client {client.name!r} has no test images left; use fewer or larger clients")
-    angles = rotation.angles([client.name for client in clients], [client.name for client in strangers])
-    pool = _turned(pool, (*clients, *strangers), rotation, angles)
-    tests = {client.name: client.test for client in (*clients, *strangers)}
+    angles = rotation.angles([client.name for client in clients], [client.name for client in unseen_clients])
+    pool = _turned(pool, (*clients, *unseen_clients), rotation, angles)
+    tests = {client.name: client.test for client in (*clients, *unseen_clients)}
     trained = torch.cat([part for c in clients for part in (c.train, *(() if splitting.tune else (c.val,)))])
     made: dict[str, Stream] = {}
     for name, kind in streams.items():
-        scene = Scene(pool, content, tests, frozenset(c.name for c in strangers), trained, dict(made), load, seed)
+        scene = Scene(pool, content, tests, frozenset(c.name for c in unseen_clients), trained, dict(made), load, seed)
         made[name] = kind.make(name, scene)
-    counts = {"images": len(pool), "clients": len(clients), "unseen": len(strangers), "duplicates-removed": removed}
+    counts = {
+        "images": len(pool),
+        "clients": len(clients),
+        "unseen": len(unseen_clients),
+        "duplicates-removed": removed,
+    }
     return Task(
         images=pool.images,
         labels=pool.labels,
         ids=content,
         classes=pool.classes,
         clients=clients,
-        unseen=strangers,
+        unseen=unseen_clients,
         streams=made,
         public=public if len(public) else None,
         provenance={"counts": counts, **({"angles": angles} if rotation else {})},

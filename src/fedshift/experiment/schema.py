@@ -187,6 +187,8 @@ class EvaluateSpec(Table):
     mean_of: list[str] = Field(default_factory=list)  # streams whose mean is one more column
     # features of so many test images of each client are saved; no dump has it: it decides nothing about a training
     features: Annotated[int, Field(ge=0, exclude=True)] = 0
+    # whether an artefact is written for every client; left out: where they are few and small
+    artefacts: Annotated[bool | None, Field(exclude=True)] = None
 
 
 class Experiment(Table):
@@ -303,7 +305,7 @@ class Experiment(Table):
             yield {}, self
             return
         base = self.model_dump(by_alias=True, exclude={"sweep"})
-        base["evaluate"]["features"] = self.evaluate.features
+        base["evaluate"] |= {"features": self.evaluate.features, "artefacts": self.evaluate.artefacts}
         for values in itertools.product(*self.sweep.values()):
             point = dict(zip(self.sweep, values, strict=True))
             table = copied(base)

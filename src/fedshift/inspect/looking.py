@@ -86,7 +86,7 @@ class Look:
     parts: tuple[Part, ...]
     risks: Mapping[
         str, float | None
-    ]  # of all clients that trained (or else of strangers), also those not among the parts
+    ]  # of all clients that trained (or else of unseen ones), also those not among the parts
     accuracies: Mapping[str, float]
     confusions: Mapping[str, Tensor]  # of all clients, seen or not
     distances: Distances | None
@@ -152,7 +152,7 @@ def look(
     clients = [c for name in trees if len(job.task.samples(c := job.task.client(name), wanted.stream))]
     if not clients:
         raise UserError(f"no client of {job.folder.path} has images in stream {wanted.stream!r}")
-    # means are of clients that trained; where only strangers are tested they are of strangers
+    # means are of clients that trained; where only unseen ones are tested they are of those
     counted = {client.name for client in clients if client in job.task.clients} or {client.name for client in clients}
     plain = {c.name: job.setup.plain[arch] for arch, members in session.by_arch(clients).items() for c in members}
     kept = {client.name for client in evenly(clients, MOST_CLIENTS)}
@@ -164,8 +164,8 @@ def look(
     curve = None
     if wish.steps:
         doing(f"{job.title}: {wish.steps} steps of adaptation")
-        strangers = [client for client in clients if client in job.task.unseen]
-        followed = evenly(strangers or clients, MOST_CLIENTS)
+        unseen = [client for client in clients if client in job.task.unseen]
+        followed = evenly(unseen or clients, MOST_CLIENTS)
         curve = follow(job, session, followed, wanted.stream, wish.select, wish.steps, compute)
         if curve is None:
             heard.note("no steps are followed: none of its adapters works with a learnt loss")
@@ -202,7 +202,7 @@ def _served(job: Job, session: Session, state: State, model: str) -> tuple[str, 
 
 
 def _shared(job: Job, session: Session, state: State) -> Tree | None:
-    """The global model of a method whose clients have their own: what it would give to a client nobody has seen."""
+    """The global model of a method whose clients have their own: what it would give to an unseen client."""
     if len(job.setup.methods) > 1:
         return None
     nothing = torch.zeros(0, dtype=torch.int64)

@@ -104,8 +104,8 @@ def tsne_picture(looks: Sequence[Look], placed: Sequence[Mapping[str, Any]], pat
     """t-SNE of the features, one panel for each run."""
     side = 6.0 if len(looks) == 1 else 4.2
     figure, axes = _panels(len(looks), width=side, height=side)
-    strangers = [{part.client for part in look.parts if part.unseen} for look in looks]
-    draw_clouds(figure, axes, placed, strangers, size=14)
+    unseen = [{part.client for part in look.parts if part.unseen} for look in looks]
+    draw_clouds(figure, axes, placed, unseen, size=14)
     for panel, look in zip(axes, looks, strict=True):
         panel.set_title(look.name, color=INK, fontsize=10)
     save(figure, path)

@@ -1,4 +1,4 @@
-"""A newcomer's images: a folder, one picture or Parquet, in the size and colours a run was trained on."""
+"""An unseen client's images: a folder, one picture or Parquet, in the size and colours a run was trained on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedshift.errors import UserError
 
 @dataclass(frozen=True)
 class Images:
-    """What a newcomer brings."""
+    """What an unseen client brings."""
 
     names: tuple[str, ...]  # of the files
     pixels: Tensor  # uint8 [N, channels, height, width]

@@ -56,6 +56,6 @@ def lines(joined: Joined) -> list[str]:
         "fedshift list adapters."
     )
     if len(joined.networks) > 1:
-        told.append(f"Network: {joined.network}, of {', '.join(joined.networks)}; choose with --model.")
+        told.append(f"Network: {joined.network}, of {', '.join(joined.networks)}; choose with --network.")
     folder = joined.files[0].parent
-    return [*told, f"Files in {folder}: {', '.join(path.name for path in joined.files)}"]
+    return [*told, f"Files in {folder}: {', '.join(path.relative_to(folder).as_posix() for path in joined.files)}"]

@@ -25,7 +25,7 @@ class FedMD(LogitExchange):
     3. *communicate*: ``f(D_p; w_k)``, as a table of N_p x C numbers, goes up.
 
     The server takes ``F = mean_k f(D_p; w_k)`` over the round's clients, each with the same weight. A client nobody has seen
-    starts from a random network, digests for ``newcomer-epochs`` and predicts.
+    starts from a random network, digests for ``unseen-epochs`` and predicts.
 
     This is the skeleton of UPFL (Ye et al., 2023), which differs from FedMD's paper: D_p has no labels, so that nobody is
     trained on it beforehand; the divergence takes the place of an absolute difference of logits; all of D_p is spoken of in

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fedshift.engines.base import Score
 from fedshift.results.result import Point, Result, Row
 from fedshift.store.costs import Costs, mean_costs, measured, published_by
 from fedshift.store.folder import NOTES, RunFolder, read_config, title_of
@@ -86,10 +85,7 @@ def _bound(members: Sequence[Sequence[ScoreRow]], label: str) -> list[ScoreRow]:
             client: max((row.by_client[client] for row in rows if client in row.by_client), key=_rank)
             for client in first.by_client
         }
-        scores = {
-            name: Score(n, right, math.nan if loss is None else loss) for name, (n, right, loss) in chosen.items()
-        }
-        made[key] = replace(same, summary=summarise(scores), by_client=chosen)
+        made[key] = replace(same, summary=summarise(chosen), by_client=chosen)
     return list(made.values())
 
 

@@ -240,7 +240,8 @@ def part_file(label: str) -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(files, key=lambda path: (len(path.parts), path))  # what lies in the folder itself comes first
 
 
 def digest_of(path: Path) -> str:

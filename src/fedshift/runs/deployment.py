@@ -59,7 +59,7 @@ class Deployment:
         failed: list[str] = []
         for arch, method in self.setup.methods.items():
             members = [client for client in clients if self._network(client.name) == arch]
-            downs = {client.name: method.broadcast(server, client.name, ctx) for client in members}
+            downs = {client.name: self.setup.method.broadcast(server, client.name, ctx) for client in members}
             own = {client.name: _first_local(method, initial[arch], task, client, self.seed, ctx) for client in members}
             own = {name: to(local, compute.device) for name, local in own.items()}
             replies = self._trained_alone(method, downs, own, task, engine, ctx)

@@ -19,7 +19,8 @@ from fedshift.runs.features import lacking, save_features
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
 from fedshift.runs.session import Session
-from fedshift.store.folder import NOTES, snapshot_file
+from fedshift.runs.write_artefacts import wanted, write_artefacts
+from fedshift.store.folder import NOTES, artefacts_folder, snapshot_file
 from fedshift.store.rows import ClientScore, Metric, ScoreRow, Told, finite, mean_over, summarise
 from fedshift.store.state import State
 
@@ -36,7 +37,8 @@ def score(job: Job, session: Session, say: Reporter) -> None:
     featured = lacking(job)
     choosers = ["", *(spec.title for spec in job.setup.spec.validated(job.experiment.evaluate))]
     unsaved = not all((job.folder.path / snapshot_file(name)).is_file() for name in choosers)
-    if not waiting and not featured and not unsaved:
+    unwritten = [name for name in choosers if wanted(job) and not _complete(job, name)]
+    if not waiting and not featured and not unsaved and not unwritten:
         return
     device = session.compute.device
     chosen = {name: job.folder.best(device, name) for name in choosers}
@@ -50,6 +52,11 @@ def score(job: Job, session: Session, say: Reporter) -> None:
             models[state.round] = _models(job, session, state, deployment, say)
             for adapter in (name for name, own in chosen.items() if unsaved and own.round == state.round):
                 Snapshot.of(deployment, job.task).save(job.folder.path, adapter)
+            for adapter in (name for name in unwritten if chosen[name].round == state.round):
+                say.doing(f"{title}: artefacts")
+                offered = [one for one in models[state.round] if one.deployable]
+                trees = {name: tree for one in offered for name, tree in one.trees.items()}
+                write_artefacts(job, session, deployment, trees, _served_from(job, adapter, chosen), adapter)
     for spec in waiting:
         say.doing(f"{title}: adapter {spec.title}")
         rounds = {"last": last[0].round, "best-val": chosen.get(spec.title, best).round}
@@ -62,6 +69,16 @@ def score(job: Job, session: Session, say: Reporter) -> None:
         say.doing(f"{title}: features")
         own = [served.trees for served in models[best.round] if served.model == job.model]
         save_features(job, session, {name: tree for trees in own for name, tree in trees.items()}, best.round, say)
+
+
+def _served_from(job: Job, chooser: str, chosen: Mapping[str, State]) -> list[AdapterSpec]:
+    """The adapters whose models are those of the round that ``chooser`` chose."""
+    real = [spec for spec in job.setup.spec.adapters if spec.name != "none"]
+    return [spec for spec in real if (spec.title if spec.title in chosen else "") == chooser]
+
+
+def _complete(job: Job, chooser: str) -> bool:
+    return (job.folder.path / artefacts_folder(chooser) / "complete").is_file()
 
 
 def adapters_of(scores: Mapping[str, Sequence[ScoreRow]]) -> dict[str, AdapterSpec]:
@@ -178,6 +195,11 @@ class Served:
     population: str  # clients or unseen
     trees: Mapping[str, Tree]
     published: int = 0  # bytes that clients gave once, at the end
+
+    @property
+    def deployable(self) -> bool:
+        """Whether these are what clients serve with."""
+        return self.model != "after-local"
 
 
 def _models(job: Job, session: Session, state: State, deployment: Deployment, say: Reporter) -> list[Served]:

@@ -65,10 +65,10 @@ def save_features(job: Job, session: Session, trees: Mapping[str, Tree], round_:
     owners = torch.tensor([number for number, own in enumerate(chosen.values()) for _ in own])
     features, logits, labels = (torch.cat(part) for part in zip(*parts, strict=True))
     answers = logits.argmax(1)
-    strangers = tuple(client.name for client in job.task.unseen if client.name in chosen)
+    unseen = tuple(client.name for client in job.task.unseen if client.name in chosen)
     positions = torch.cat(list(chosen.values()))
     names, classes = tuple(chosen), job.task.classes
-    made = Features(features, labels, answers, owners, positions, names, strangers, classes, round_, wanted)
+    made = Features(features, labels, answers, owners, positions, names, unseen, classes, round_, wanted)
     job.folder.write(FEATURES, made.as_bytes())
 
 

@@ -62,12 +62,12 @@ def fingerprint(arch: Arch, seed: int) -> str:
 def experiment_of(config: Mapping[str, Any], folder: Path) -> Experiment:
     """The experiment of one method and one seed whose run this is."""
     where = str(folder / "config.toml")
+    for missing in (key for key in ("format", "seed", "task-hash", "networks", "method") if key not in config):
+        raise UserError(f"{where} is not a run's: it has no {missing!r}")
     settings = {key: value for key, value in config.items() if key not in FACTS}
-    try:
-        table = {**settings, "method": [config["method"]], "seeds": [config["seed"]], "baselines": False}
-    except KeyError as error:
-        raise UserError(f"{where} is not a run's: it has no {error.args[0]!r}") from None
-    return Experiment.parse(table, where)
+    return Experiment.parse(
+        {**settings, "method": [config["method"]], "seeds": [config["seed"]], "baselines": False}, where
+    )
 
 
 def check_code(config: Mapping[str, Any], setup: Setup, folder: Path) -> None:

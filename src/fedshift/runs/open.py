@@ -85,10 +85,7 @@ class OpenRun:
         A UserError says what is not what it was: the settings' format, the data or the network.
         """
         path = self.folder.path
-        try:
-            made_by, wanted, networks = (self.config[key] for key in ("format", "task-hash", "networks"))
-        except KeyError as error:
-            raise UserError(f"{path / 'config.toml'} is not a run's: it has no {error.args[0]!r}") from None
+        made_by, wanted, networks = (self.config[key] for key in ("format", "task-hash", "networks"))
         if made_by != FORMAT:
             raise UserError(f"{path} was made by another version of fedshift, whose numbers this one cannot make again")
         task = known if known is not None and known.hash == wanted else self._task(wanted, data)

@@ -108,10 +108,11 @@ def check_unfinished(jobs: Sequence[Job], resume: bool, restart: bool) -> None:
             )
 
 
-def check_writable(out: Path, jobs: Sequence[Job]) -> None:
+def check_writable(jobs: Sequence[Job]) -> None:
     """Find out before hours of training, not after."""
     try:
         for job in jobs:
             job.folder.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{out} cannot hold the runs ({error.strerror}); choose another folder with --out") from None
+        where = jobs[0].folder.path.parents[2]
+        raise UserError(f"{where} cannot hold the runs ({error.strerror}); choose another folder with --out") from None

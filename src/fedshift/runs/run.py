@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from fedshift.data.pool import Pool
@@ -14,7 +15,7 @@ from fedshift.experiment.schema import Experiment
 from fedshift.results.collect import collect
 from fedshift.results.result import Result
 from fedshift.runs.finish import finish
-from fedshift.runs.plan import check_unfinished, check_writable, planned
+from fedshift.runs.plan import Job, check_unfinished, check_writable, planned
 from fedshift.runs.progress import Reporter, Silent
 from fedshift.runs.setup import PRECISIONS, Network
 from fedshift.runs.train import groups
@@ -47,11 +48,42 @@ def run(
     ['fedavg']
     """
     say = reporter or Silent()
+    jobs = plan(experiment, out, network=network, data=data, reporter=say)
+    return carry_out(
+        jobs, engine=engine, device=device, resume=resume, restart=restart, processes=processes, reporter=say
+    )
+
+
+def plan(
+    experiment: Experiment,
+    out: str | Path = "runs",
+    *,
+    network: Network | None = None,
+    data: Pool | Task | None = None,
+    reporter: Reporter | None = None,
+) -> list[Job]:
+    """The runs of an experiment, made and checked: whatever can be wrong is found here, before anything runs."""
+    with steady():
+        return list(planned(experiment, Path(out), network, data, reporter or Silent()))
+
+
+def carry_out(
+    jobs: Sequence[Job],
+    *,
+    engine: str = "auto",
+    device: str = "auto",
+    resume: bool = False,
+    restart: bool = False,
+    processes: int = 1,
+    reporter: Reporter | None = None,
+) -> Result:
+    """Train and score planned runs of one experiment, and return their results; options as in :func:`run`."""
+    say = reporter or Silent()
     if processes < 1:
         raise UserError(f"at least one run must be made at a time, not {processes}")
-    compute = Compute(device_for(device), PRECISIONS[experiment.precision])
-    with steady(experiment.precision == "fast"):
-        jobs = list(planned(experiment, Path(out), network, data, say))
+    precision = jobs[0].experiment.precision
+    compute = Compute(device_for(device), PRECISIONS[precision])
+    with steady(precision == "fast"):
         check_unfinished(jobs, resume, restart)
         chosen, worker = engine_for(
             engine,
@@ -59,7 +91,7 @@ def run(
             any(method.arch.has_convolution for job in jobs for method in job.setup.methods.values()),
             max(len(job.task.clients) for job in jobs),
         )
-        check_writable(Path(out), jobs)
+        check_writable(jobs)
         if processes > 1 and chosen == "parallel":  # the cores are taken
             chosen = "sequential"
         say.plan([(job.setup.spec.title, job.seed, job.rounds) for job in jobs], chosen, str(compute.device))

@@ -142,6 +142,8 @@ def _conclude(training: Training) -> None:
     if job.rounds == 0:
         progress = _validate(job, training.session, training.state, progress)
         job.folder.checkpoint(training.state, progress)
+    engine = training.session.engine
+    ways = sorted(engine.convolutions) if isinstance(engine, Vmapped) else []
     facts = {
         "fedshift": fedshift.__version__,
         "torch": torch.__version__,
@@ -152,6 +154,9 @@ def _conclude(training: Training) -> None:
         "extra-rounds": job.rounds - job.experiment.rounds,
         "best-round": progress.best_round,
         "device": str(compute.device),
+        "engine": type(engine).__name__.lower(),
+        "precision": job.experiment.precision,
+        **({"convolutions": ways} if ways else {}),
         "seconds": round(time.perf_counter() - training.started, 3),
     }
     job.folder.write("done", json.dumps(facts, indent=1) + "\n")

@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -76,6 +77,8 @@ class RunFolder:
         )
         for old in (*self.checkpoints(), *files, *itertools.chain(*by_adapter)):
             old.unlink(missing_ok=True)
+        for folder in self.path.glob("artefacts*"):
+            shutil.rmtree(folder)
         self.write("metrics.jsonl", "")
         self.write("config.toml", config)
 
@@ -167,6 +170,11 @@ class RunFolder:
         files = sorted((self.path / "adapters").glob("*.jsonl"))
         read = {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
         return {label: [ScoreRow.of(row, label) for row in rows] for label, rows in read.items()}
+
+
+def artefacts_folder(adapter: str) -> str:
+    """Where artefacts lie in a run folder, a folder for each client; ``adapter`` if it chose its round for itself."""
+    return f"artefacts ({adapter})" if adapter else "artefacts"
 
 
 def snapshot_file(adapter: str) -> str:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
-
-from fedshift.engines.base import Score
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 MODELS = ("global", "personal", "after-local")
 POPULATIONS = ("clients", "unseen")
@@ -231,25 +229,42 @@ KNOWN = {
 }  # fmt: skip
 
 
-def summarise(scores: Mapping[str, Score]) -> Summary:
+class Counted(Protocol):
+    """How a client's stream was predicted, as engines and files have it."""
+
+    @property
+    def samples(self) -> int:
+        """How many."""
+
+    @property
+    def correct(self) -> int:
+        """How many of them."""
+
+    @property
+    def loss(self) -> float | None:
+        """Summed."""
+
+
+def summarise(scores: Mapping[str, Counted]) -> Summary:
     """Over all clients that have samples.
 
-    >>> summarise({"a": Score(10, 9, 1.0), "b": Score(30, 15, 9.0)}).client_mean
+    >>> summarise({"a": ClientScore(10, 9, 1.0), "b": ClientScore(30, 15, 9.0)}).client_mean
     70.0
     """
     present = [score for score in scores.values() if score.samples]
     if not present:
         return Summary()
-    accuracies = sorted(100 * score.accuracy for score in present)
+    accuracies = sorted(100 * (score.correct / score.samples) for score in present)
     mean = math.fsum(accuracies) / len(accuracies)
     worst = accuracies[: max(1, len(accuracies) // 10)]
     samples = sum(score.samples for score in present)
+    losses = known([score.loss for score in present])
     return Summary(
         client_mean=mean,
         pooled=100 * sum(score.correct for score in present) / samples,
         std=math.sqrt(math.fsum((a - mean) ** 2 for a in accuracies) / len(accuracies)),
         worst10=math.fsum(worst) / len(worst),
-        loss=finite(math.fsum(score.loss for score in present) / samples),
+        loss=None if losses is None else finite(math.fsum(losses) / samples),
         clients=len(present),
     )
 

@@ -34,34 +34,54 @@ ADDRESSABLE = 1 << 30  # numbers of a client's batch that they can count
 Shape: TypeAlias = tuple[int, int, int, int]  # of a batch of images, or kernels
 
 
-class StackedConvolutions(TorchFunctionMode):
-    """While it lasts, 2d convolutions go the way that is fastest for stacked clients.
+class StackedNormalisation(TorchFunctionMode):
+    """While it lasts, BatchNorm takes maps in whatever order of memory ``vmap`` has made of them.
 
-    ``stack`` is how many clients each call stands for: patches that would take too much memory are not written out.
-
-    >>> x, weight = torch.ones(2, 3, 8, 8), torch.ones(4, 3, 5, 5)
-    >>> with StackedConvolutions():
-    ...     F.conv2d(x, weight).shape
-    torch.Size([2, 4, 4, 4])
+    >>> with StackedNormalisation():
+    ...     F.batch_norm(torch.ones(2, 3), torch.zeros(3), torch.ones(3)).shape
+    torch.Size([2, 3])
     """
-
-    def __init__(self, stack: int = 1) -> None:
-        super().__init__()
-        self._stack = stack
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Every call of torch comes along here; nearly all go on as they are."""
-        if func is torch.conv2d or func is F.conv2d:
-            return _convolved(self._stack, *args, **(kwargs or {}))
         if func is F.batch_norm:
             return _normalised(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
+class StackedConvolutions(StackedNormalisation):
+    """While it lasts, 2d convolutions go the way that is fastest for stacked clients.
+
+    ``stack`` is how many clients each call stands for: patches that would take too much memory are not written out.
+    The ways that were gone are added to ``used``.
+
+    >>> x, weight, used = torch.ones(2, 3, 8, 8), torch.ones(4, 3, 5, 5), set()
+    >>> with StackedConvolutions(used=used):
+    ...     F.conv2d(x, weight).shape
+    torch.Size([2, 4, 4, 4])
+    >>> used
+    {'patches'}
+    """
+
+    def __init__(self, stack: int = 1, used: set[str] | None = None) -> None:
+        super().__init__()
+        self._stack = stack
+        self._used = set() if used is None else used
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Convolutions, and what else is not as it should be for stacked clients."""
+        if func is torch.conv2d or func is F.conv2d:
+            return _convolved(self._stack, self._used, *args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 def _convolved(
     stack: int,
+    used: set[str],
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -73,23 +93,34 @@ def _convolved(
     """``F.conv2d``, one way or another."""
     fits = input.dim() == 4 and input.shape[1] == weight.shape[1]
     if isinstance(padding, str) or pair(dilation) != (1, 1) or groups != 1 or not fits:
+        used.add("groups")
         return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
     strides, pads = pair(stride), pair(padding)
     ours = trilinear.has_kernels(input.device, input.dtype)
     way = fastest(stack, shape_of(input), shape_of(weight), strides, pads, ours)
+    used.add(way)
     return WAYS[way](input, weight, bias, strides, pads)
 
 
-def _normalised(input: Tensor, *rest: Any, **settings: Any) -> Tensor:
+def _normalised(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
     """``F.batch_norm`` of maps in any order of memory.
 
-    CUDA's refuses some that ``vmap`` makes, of maps that were joined (FDSE's erasers, DenseNets). It says so before it does
-    anything, and most are accepted, so that a copy is made where it must be and nowhere else.
+    cuDNN's refuses some that ``vmap`` makes: clients side by side as channels are not contiguous where each has one channel.
+    It says so before it does anything; torch's own kernel takes them.
     """
     try:
-        return F.batch_norm(input, *rest, **settings)
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     except RuntimeError:
-        return F.batch_norm(input.contiguous(), *rest, **settings)
+        return torch.batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, False)
 
 
 def fastest(stack: int, images: Shape, kernels: Shape, stride: Pair, padding: Pair, ours: bool) -> str:

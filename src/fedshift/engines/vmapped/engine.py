@@ -27,7 +27,7 @@ from fedshift.core.tree import Tree, map_tree, shapes, stack, to, unstack
 from fedshift.data.task import Client, Task
 from fedshift.engines import augment
 from fedshift.engines.base import Compute, Reply, Score
-from fedshift.engines.cuda.convolutions import StackedConvolutions, implicit_pays, pair, shape_of
+from fedshift.engines.cuda.convolutions import StackedConvolutions, StackedNormalisation, implicit_pays, pair, shape_of
 from fedshift.engines.cuda.graphs import Graphs, Step
 from fedshift.engines.cuda.trilinear import has_kernels
 from fedshift.engines.reference import (
@@ -64,6 +64,12 @@ class Vmapped:
         self._graphs = Graphs() if self.compute.device.type == "cuda" else None
         self._task: Task | None = None
         self._compiles: dict[Method, bool] = {}  # methods of this task, and whether their steps are compiled
+        self._convolutions: set[str] = set()
+
+    @property
+    def convolutions(self) -> frozenset[str]:
+        """Which ways (``convolutions.WAYS``) training went so far; those of compiled steps and of a CPU are torch's."""
+        return frozenset(self._convolutions)
 
     def train(
         self, method: Method, downs: Mapping[str, Tree], locals: Mapping[str, Tree], task: Task, plan: Plan
@@ -93,11 +99,12 @@ class Vmapped:
         carried = {part for part, later in pairwise(parts) if here.setting(later).reset == "never"}
         side_by_side = [part for part in parts if part not in carried and suited(adapter, here.setting(part))]
         others = [part for part in parts if part not in side_by_side]
-        scores = Sequential(self.compute, self._placement).evaluate(adapter, deployed, task, others, seed)
         lanes = [Lane.of(adapter, here, client, part) for client in deployed for part in side_by_side]
-        if lanes:
-            with torch.no_grad():
-                scores |= evaluate_lanes(adapter, deployed, lanes, seed, self.compute)
+        with StackedNormalisation() if self._graphs is not None else nullcontext():
+            scores = Sequential(self.compute, self._placement).evaluate(adapter, deployed, task, others, seed)
+            if lanes:
+                with torch.no_grad():
+                    scores |= evaluate_lanes(adapter, deployed, lanes, seed, self.compute)
         return {(client, part): scores[client, part] for client in deployed for part in parts}
 
     def close(self) -> None:
@@ -168,7 +175,7 @@ class Vmapped:
             suited = fitting(phase, method.arch, size)
             order = queues.take(members, rows, size)
             our_way = self._graphs is not None and not self._compiles[method]
-            around = partial(StackedConvolutions, len(rows)) if our_way else nullcontext
+            around = partial(StackedConvolutions, len(rows), self._convolutions) if our_way else nullcontext
             step = _stacked_step(method, suited, queues, common, around)
             if self._graphs is None or phase.kind == "fold":  # a fold is over before a graph would pay
                 group.state = step(group.state, order)

@@ -37,7 +37,7 @@ class HeteroFedTTA(AdaptedExchange, FedTTA):
     3. *communicate*: ``f(D_p; psi)`` and ``f(D_p; psi~)``, psi~ after one step on the learnt loss of all of D_p, go up.
 
     The server averages both uniformly. A client nobody has seen starts from a random psi and phi, digests for
-    ``newcomer-epochs``, and is served like FedTTA's: the adapter ``fedtta`` takes its step on the client's own images. With
+    ``unseen-epochs``, and is served like FedTTA's: the adapter ``fedtta`` takes its step on the client's own images. With
     ``lam = 0`` (distillation end to end) F_base is not used.
 
     [R] The direction of the divergences is that of the authors' code (Eq. 14 has the student first), and so are two epochs
