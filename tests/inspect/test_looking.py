@@ -123,7 +123,7 @@ def test_which_model(runs: Path) -> None:
         assert risk == pytest.approx(float(F.cross_entropy(output.logits, labels)), 1e-5)
 
 
-def test_a_client_nobody_has_seen_is_shown_and_is_in_no_mean(tmp_path: Path) -> None:
+def test_an_unseen_client_is_shown_and_is_in_no_mean(tmp_path: Path) -> None:
     (out,) = run(digits(rounds=1, split={"unseen": ["font"]}), tmp_path, engine="sequential").folders
     numbers = numbers_of(out, samples=10)["fedavg"]
     assert numbers["unseen"] == ["font"]
@@ -208,7 +208,7 @@ def test_hardly_measured_distances_are_mentioned(fedavg: Path, tmp_path: Path) -
     )
 
 
-def test_where_only_strangers_are_tested_the_means_are_theirs(tmp_path: Path) -> None:
+def test_where_only_unseen_clients_are_tested_the_means_are_theirs(tmp_path: Path) -> None:
     split = {"train": 0.85, "val": 0.15, "test": 0.0, "unseen": ["font", "pen"]}
     (out,) = run(digits(rounds=1, split=split), tmp_path, engine="sequential").folders
     numbers = numbers_of(out, samples=10)["fedavg"]

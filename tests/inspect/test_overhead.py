@@ -102,9 +102,9 @@ def test_the_servers_training_is_a_number_of_its_own() -> None:
 # ---- hand counts, methods.md 6.2 ------------
 @pytest.mark.parametrize("method", ["fedavg", "fdse"])
 def test_alexnet_and_fdse_cost_what_their_sizes_say(method: str) -> None:
-    federation = alexnet(method, options={"bias": True} if method == "fdse" else {})
-    costs = count(federation, 1)
-    begun = federation.begun(federation.start())
+    session = alexnet(method, options={"bias": True} if method == "fdse" else {})
+    costs = count(session, 1)
+    begun = session.begun(session.start())
     sizes = {name: float_bytes(down) for name, down in begun.downs.items()}
     rounds = [
         {"round": r, "participants": len(sizes), "bytes-up": sum(sizes.values()), "bytes-down": sum(sizes.values())}

@@ -265,7 +265,7 @@ def test_adaptation_is_followed_step_by_step(adapted: bool, tmp_path: Path) -> N
     curve, scores = numbers["curve"], RunFolder(out).scores()
     title = next(name for name in scores if name != "none")
     (row,) = (r for r in scores[title] if r.selection == "best-val" and r.metric.column == Metric("", "original", "unseen"))
-    assert (curve["adapter"], curve["round"], curve["clients"]) == (title, row["round"], 2)
+    assert (curve["adapter"], curve["round"], curve["clients"]) == (title, row.round, 2)
     assert [sorted(point) for point in curve["points"]] == [["accuracy", "entropy", "loss"]] * 4
     assert 100 * curve["points"][1]["accuracy"] == pytest.approx(row.summary.client_mean)
     assert (tmp_path / "page" / "curve.png").is_file()
@@ -273,7 +273,7 @@ def test_adaptation_is_followed_step_by_step(adapted: bool, tmp_path: Path) -> N
     sure = min((1, 2, 3), key=lambda step: curve["points"][step]["entropy"])
     cells = [f"{100 * curve['points'][step]['accuracy']:.1f}" for step in (0, 1, sure, 3)]
     cells[2] += f" ({sure})"
-    assert _cells(steps_table([numbers])) == [f"fedtta, {title}, seed 0", str(row["round"]), *cells]
+    assert _cells(steps_table([numbers])) == [f"fedtta, {title}, seed 0", str(row.round), *cells]
     plain = inspect(out, tmp_path / "other", samples=5)["runs"]
     assert plain[0]["curve"] is None
     assert steps_table(plain) is None

@@ -243,7 +243,12 @@ def told(stream: str, counts: list[int], mean: float) -> ScoreRow:
 def made_up() -> Result:
     low, high = [10, *[1] * 18, 0], [0, *[1] * 18, 10]
     plain = replace(told("mean", low, 0.2), telemetry={})
-    rows = [told("original", low, 0.2), told("original", low, 0.3), *[told("out-of-client", high, 0.8)] * 2, *[plain] * 2]
+    rows = [
+        told("original", low, 0.2),
+        told("original", low, 0.3),
+        *[told("out-of-client", high, 0.8)] * 2,
+        *[plain] * 2,
+    ]
     values = {("best-val", row.metric): [other for other in rows if other.metric == row.metric] for row in rows}
     cost = {"bytes-up": 1.0, "bytes-down": 1.0, "seconds-per-round": 1.0}
     silent = {key: [replace(row, telemetry={}) for row in found] for key, found in values.items()}

@@ -102,7 +102,7 @@ def test_the_folder_of_a_run(tmp_path: Path) -> None:
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert files == sorted(
         ["config.toml", "metrics.jsonl", "ckpt-000003.safetensors", "best.safetensors", "done", "costs.json",
-         "welcome.safetensors", "adapters/none.jsonl", "adapters/tent lr=0.01.jsonl"]
+         "snapshot.safetensors", "adapters/none.jsonl", "adapters/tent lr=0.01.jsonl"]
     )  # fmt: skip
     task = make_task(experiment, 4, POOL)
     config = tomllib.loads((folder / "config.toml").read_text())
@@ -362,11 +362,11 @@ TRAINED: list[tuple[int, tuple[str, ...]]] = []
 def who_trains(participation: float, seed: int, clients: int = 10, rounds: int = 6) -> list[tuple[str, ...]]:
     task = ragged_task((3,) * clients)
     setup = make_setup(tiny(), MethodSpec(name="fedavg"), task)
-    federation = Session(setup, task, Watched(), Compute(), seed, rounds, participation)
+    session = Session(setup, task, Watched(), Compute(), seed, rounds, participation)
     TRAINED.clear()
-    state = federation.start()
+    state = session.start()
     for _ in range(rounds):
-        state, report = federation.step(state)
+        state, report = session.step(state)
         assert report.participants == len(TRAINED[-1][1])
     assert [number for number, _ in TRAINED] == list(range(rounds))
     return [names for _, names in TRAINED]
@@ -458,7 +458,7 @@ def test_after_a_local_round_without_a_step_nothing_is_different(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedbn", "ditto", "fedper", "scaffold", "finetune"])
-def test_clients_nobody_has_seen_have_rows_of_their_own(name: str, tmp_path: Path) -> None:
+def test_unseen_clients_have_rows_of_their_own(name: str, tmp_path: Path) -> None:
     settings = {"split": {"unseen": ["south"]}, "model": {"name": "mlp", "hidden": [4], "norm": True}}
     method = {"name": name, "adapters": ["none", "bn"]}
     result = go(tiny(**settings, stream=BOTH, method=[method]), tmp_path)
@@ -473,15 +473,13 @@ def test_clients_nobody_has_seen_have_rows_of_their_own(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["local", "lg-fedavg"])
-def test_methods_that_give_newcomers_nothing_have_no_row_for_them_and_say_so(name: str, tmp_path: Path) -> None:
-    with pytest.warns(
-        UserWarning, match=f"{name} has nothing to give to clients nobody has seen; that row is left out"
-    ):
+def test_methods_that_give_unseen_clients_nothing_have_no_row_for_them_and_say_so(name: str, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=f"{name} has nothing to give to unseen clients; that row is left out"):
         result = go(tiny(split={"unseen": ["south"]}, method=[{"name": name}]), tmp_path)
     assert {str(metric) for row in result.rows for _, metric in row.values} == {"personal/original/clients"}
 
 
-def test_newcomers_of_fedavg_get_the_global_model(tmp_path: Path) -> None:
+def test_unseen_clients_of_fedavg_get_the_global_model(tmp_path: Path) -> None:
     result = go(tiny(split={"unseen": ["south"]}), tmp_path)
     module = MLP(hidden=(4,)).make((3, 8, 8), 3).eval()
     module.load_state_dict(load(next(result.folders[0].glob("ckpt-*")))[0]["server"]["model"])
@@ -707,12 +705,12 @@ def halved() -> Iterator[str]:
 
         way: float = 0.5
 
-        def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Any, draws: Any) -> Tree:
-            mean = super().aggregate(server, ups, now, draws)["model"]
-            return {
-                **server,
-                "model": {n: server["model"][n] + self.way * (mean[n] - server["model"][n]) for n in mean},
-            }
+        def aggregate(
+            self, server: Tree, ups: Mapping[str, Tree], ctx: fedshift.ServerContext
+        ) -> tuple[Tree, fedshift.Tensors]:
+            after, metrics = super().aggregate(server, ups, ctx)
+            start, mean = server["model"], after["model"]
+            return {**server, "model": {n: start[n] + self.way * (mean[n] - start[n]) for n in mean}}, metrics
 
     yield "halved"
     METHODS._entries.pop("halved")
@@ -905,7 +903,7 @@ WILD: dict[str, dict[str, object]] = {
         "method": [{"name": "fedavg", "adapters": [{"name": "tent", "params": "all", "lr": 1e30, "batch-size": 8}]}]
     },
     "no validation": {"split": {"train": 0.7, "val": 0.0, "test": 0.3}},
-    "tests at strangers only": {"split": {"train": 0.8, "val": 0.2, "test": 0.0, "unseen": ["east"]}},
+    "tests at unseen clients only": {"split": {"train": 0.8, "val": 0.2, "test": 0.0, "unseen": ["east"]}},
     "no round": {"rounds": 0},
     "no step": {"train": {"local-epochs": 0}},
 }
@@ -928,7 +926,7 @@ def test_files_never_hold_nan(
         assert json.loads((result.folders[0] / "done").read_text())["best-round"] == -1
         last, best = (result.rows[0].scores("global/original/clients", rule)[0] for rule in ("last", "best-val"))
         assert last.by_client == best.by_client
-    if case == "tests at strangers only":
+    if case == "tests at unseen clients only":
         row = result.rows[0]
         assert row.scores("global/original/clients", "last")[0].summary.client_mean is None
         assert row.scores("global/original/unseen", "last")[0].summary.client_mean >= 0  # type: ignore[operator]

@@ -18,8 +18,7 @@ from rich.table import Table
 import fedshift
 from fedshift.data.pool import Pool
 from fedshift.data.task import Task
-from fedshift.engines.auto import device_for, engine_for
-from fedshift.engines.base import Compute
+from fedshift.engines.auto import compute_for, engine_for
 from fedshift.engines.torch_flags import steady
 from fedshift.errors import UserError
 from fedshift.inspect.looking import Look, Wish
@@ -29,7 +28,7 @@ from fedshift.results.collect import collect, names_of
 from fedshift.results.plots.pictures import density_picture
 from fedshift.results.tables import short_name
 from fedshift.runs.open import SELECTIONS, open_run
-from fedshift.runs.setup import PRECISIONS, Network
+from fedshift.runs.setup import Network
 from fedshift.store.folder import RunFolder, find_runs
 from fedshift.store.rows import mean_and_std
 
@@ -124,15 +123,14 @@ def looks_at(
 ) -> Iterator[Look]:
     """One run after the other; runs on the same task share it."""
     task: Task | None = None
-    where = device_for(device)
     for path, name in names_of(folders).items():
         doing(f"making {name} again")
         job = open_run(path, network).job(task, data)
         task = job.task
-        compute = Compute(where, PRECISIONS[job.experiment.precision])
+        compute = compute_for(device, job.experiment.precision)
         convolutions = any(method.arch.has_convolution for method in job.setup.methods.values())
         _, engine = engine_for("auto", compute, convolutions, len(task.clients))
-        with steady(job.experiment.precision == "fast"):
+        with steady(compute.tf32):
             try:
                 yield look_at(job, name, wish, engine, compute, doing)
             finally:

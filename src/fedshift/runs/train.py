@@ -155,7 +155,7 @@ def _conclude(training: Training) -> None:
         "best-round": progress.best_round,
         "device": str(compute.device),
         "engine": type(engine).__name__.lower(),
-        "precision": job.experiment.precision,
+        "precision": "tf32" if compute.tf32 else str(compute.dtype).removeprefix("torch."),
         **({"convolutions": ways} if ways else {}),
         "seconds": round(time.perf_counter() - training.started, 3),
     }
