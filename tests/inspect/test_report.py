@@ -89,7 +89,7 @@ def test_weights_of_the_heads_are_those_that_were_stored(runs: Path, made: Path)
     scores = RunFolder(next((runs / "fedthe").glob("0-*"))).scores()["the"]
     (stored,) = [row for row in scores if row.selection == "best-val"]
     assert told["fedthe"] == {"the": {"personal/original/clients": stored.to_json()["telemetry"]}}
-    assert f"{stored['telemetry']['e']['mean']:.3f}" in (made / "inspect.html").read_text()
+    assert f"{stored.telemetry['e'].mean:.3f}" in (made / "inspect.html").read_text()
 
 
 def test_the_same_again_and_nothing_stale(runs: Path, fedavg: Path, tmp_path: Path) -> None:
