@@ -45,9 +45,11 @@ def accuracies(session: Session, state: State, spec: AdapterSpec) -> tuple[float
     setup = session.setup
     scores = session.evaluate(setup.adapters(spec), session.deploy(state).trained(), ["original", "corrupted"])
     clean, corrupted = (
-        summarise({client: score for (client, part), score in scores.items() if part == name}).avg
+        summarise({client: score for (client, part), score in scores.items() if part == name}).client_mean
         for name in ("original", "corrupted")
     )
+    assert clean is not None
+    assert corrupted is not None  # every client has test images
     return clean, corrupted
 
 

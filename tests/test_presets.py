@@ -270,13 +270,14 @@ def test_two_rounds_of_fedavg(name: str, data: Path, tmp_path: Path) -> None:
         ):
             if population == "unseen" and not unseen:
                 continue
-            (numbers,) = row.values["last", f"{kind}/{stream.name}/{population}"]
-            assert numbers["clients"] == count
+            (numbers,) = row.scores(f"{kind}/{stream.name}/{population}", "last")
+            summary = numbers.summary
+            assert summary.clients == count
             if count:
-                assert 0 <= numbers["worst"] <= numbers["avg"] <= 100
-                assert 0 <= numbers["all"] <= 100
-                assert math.isfinite(numbers["loss"])
-    assert ("last", "after-local/original/clients") in row.values or name != "office-personal"
+                assert 0 <= summary.worst10 <= summary.client_mean <= 100  # type: ignore[operator]
+                assert 0 <= summary.pooled <= 100  # type: ignore[operator]
+                assert math.isfinite(summary.loss)  # type: ignore[arg-type]
+    assert row.scores("after-local/original/clients", "last") or name != "office-personal"
     lines = [line for line in (result.folders[0] / "metrics.jsonl").read_text().splitlines() if "train/loss" in line]
     assert len(lines) == 2
 
@@ -291,9 +292,10 @@ def test_every_row_of_fedttas_tables_runs(name: str, data: Path, tmp_path: Path)
     assert {(row.method, row.adapter) for row in result.rows} == wanted
     assert len(wanted) >= (14 if name == "new-clients-mnist" else 6)
     for row in result.rows:
-        (numbers,) = next(found for key, found in row.values.items() if key[0] == "best-val" and "/unseen" in key[1])
-        assert 0 <= numbers["avg"] <= 100, (row.method, row.adapter)
-        assert numbers["clients"] == len(make_task(experiment, 0).unseen)
+        unseen = (found for (rule, m), found in row.values.items() if (rule, m.population) == ("best-val", "unseen"))
+        (numbers,) = next(unseen)
+        assert 0 <= numbers.summary.client_mean <= 100, (row.method, row.adapter)
+        assert numbers.summary.clients == len(make_task(experiment, 0).unseen)
 
 
 # ---- the paper's numbers beside ours -----------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from fedshift.join.joining import Prediction, choose_adapter
 from fedshift.runs.session import Session
 from fedshift.runs.setup import make_setup, make_task
 from fedshift.store.folder import RunFolder
+from fedshift.store.rows import Metric
 
 UNSEEN = "font"
 TENT = {"name": "tent", "lr": 0.01, "batch-size": 16}
@@ -52,6 +53,7 @@ ADAPTERS: dict[str, list[Any]] = {
     "fedtta": ["none", "fedtta", {"name": "fedtta", "label": "++", "steps": 5, "patience": 5}],
     "heterofedtta": ["none", "fedtta"],
 }
+MEASURED = Metric("", "original", "unseen")
 GIVE_NOTHING = {"local", "lg-fedavg"}
 
 
@@ -128,8 +130,8 @@ def labels(joined: Joined) -> list[str]:
 def scored(folder: Path, adapter: str) -> list[Any]:
     """What the run says about its unseen client: samples, right answers, loss."""
     found = RunFolder(folder).scores()[adapter]
-    (row,) = (row for row in found if row["selection"] == "best-val" and row["metric"].endswith("/original/unseen"))
-    return list(row["by-client"][UNSEEN])
+    (row,) = (row for row in found if row.selection == "best-val" and row.metric.column == MEASURED)
+    return list(row.by_client[UNSEEN])
 
 
 def same(one: Tree, other: Tree) -> bool:
@@ -161,7 +163,7 @@ def test_every_method_serves_an_unseen_client_as_its_run_did_or_refuses(
     name: str, world: World, tmp_path: Path
 ) -> None:
     folder, out = world.folder(name), tmp_path / "out"
-    offers = any(row["metric"].endswith("/unseen") for row in RunFolder(folder).scores()["none"])
+    offers = any(row.metric.population == "unseen" for row in RunFolder(folder).scores()["none"])
     assert offers == (name not in GIVE_NOTHING)
     if not offers:
         said = refused(folder, world.flat, out=out)
@@ -255,8 +257,8 @@ def test_an_adapter_joins_at_the_round_that_was_best_after_its_own_adaptation(wo
         train={"lr": 0.5, "batch-size": 16},
     )
     (folder,) = fedshift.run(chosen, tmp_path, engine="sequential").folders
-    found = {title: lines[0]["round"] for title, lines in RunFolder(folder).scores().items()
-             for lines in [[line for line in lines if line["selection"] == "best-val"]]}  # fmt: skip
+    found = {title: lines[0].round for title, lines in RunFolder(folder).scores().items()
+             for lines in [[line for line in lines if line.selection == "best-val"]]}  # fmt: skip
     assert found["none"] != found["fedtta"]
     for title, best in found.items():
         joined = join(folder, world.flat, title)
@@ -283,9 +285,9 @@ def test_unseen_clients_of_a_mixed_run_choose_their_network(world: World, tmp_pa
             Image.fromarray(image.permute(1, 2, 0).numpy()).save(source / f"{i:04}.png")
         joined = join(folder, source, model=network)
         (row,) = (row for row in RunFolder(folder).scores()["none"]
-                  if row["selection"] == "best-val" and row["metric"].endswith("/original/unseen"))  # fmt: skip
+                  if row.selection == "best-val" and row.metric.column == MEASURED)  # fmt: skip
         truth = [task.classes[i] for i in task.labels[index].tolist()]
-        assert row["by-client"][name][:2] == [len(truth), sum(map(str.__eq__, labels(joined), truth))]
+        assert row.by_client[name][:2] == (len(truth), sum(map(str.__eq__, labels(joined), truth)))
         assert load(joined.files[0].parent).method.arch.feature_size == {"mlp": 6, "big": 9}[network]
     assert joined.networks == ("mlp", "big")
     assert refused(folder, source, model="cnn", out=tmp_path / "x").endswith("it has: mlp, big")

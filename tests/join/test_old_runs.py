@@ -80,14 +80,15 @@ def test_show_prints_its_scores(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = json.loads(command(monkeypatch, capsys, "show", runs, "--format", "json"))
-    keys = ("metric", "selection", "round", "avg", "all", "worst", "loss")
+    then = ("metric", "selection", "round", "avg", "all", "worst", "loss")
+    keys = ("metric", "selection", "round", "client-mean", "pooled", "worst-10", "loss")
     for method, adapter in PAIRS:
-        own = [row for row in shown if (row["method"], row["adapter"]) == (method, adapter) and row["avg"] is not None]
-        own = [row for row in own if row["selection"] in ("last", "best-val")]
+        own = [row for row in shown if (row["method"], row["adapter"]) == (method, adapter)]
+        own = [row for row in own if row["client-mean"] is not None and row["selection"] in ("last", "best-val")]
         expected = stored(runs, method, adapter)
         assert {row["metric"].split("/")[2] for row in expected} == {"clients", "unseen"}
         listed = [[row[key] for key in keys] for row in own]
-        assert sorted(listed, key=str) == sorted(([row[key] for key in keys] for row in expected), key=str)
+        assert sorted(listed, key=str) == sorted(([row[key] for key in then] for row in expected), key=str)
         costs = json.loads((folder_of(runs, method) / "costs.json").read_text())
         assert all(row["parameters"] == costs["parameters"] for row in own)
     table = command(monkeypatch, capsys, "show", runs)

@@ -34,6 +34,7 @@ from fedshift.runs.session import Session
 from fedshift.runs.setup import make_setup, make_task
 from fedshift.store.costs import Costs, measured
 from fedshift.store.folder import find_runs
+from fedshift.store.lines import History
 from tests.conftest import ragged_task
 from tests.runs.test_run import POOL, command, go, lines, tiny
 
@@ -324,8 +325,8 @@ def test_a_resumed_run_has_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Mo
 # ---- seconds and memory ---------------------------------------------------------------------------------------------------
 def test_seconds_are_a_median_without_the_first_round() -> None:
     def of(*seconds: float) -> float | None:
-        rounds = [{"participants": 1, "bytes-up": 1, "bytes-down": 1, "seconds": s} for s in seconds]
-        return measured(Costs(), [*rounds, {"round": 1, "seconds": 99.0}], None).seconds_per_round
+        rounds = [{"round": 1, "participants": 1, "bytes-up": 1, "bytes-down": 1, "seconds": s} for s in seconds]
+        return measured(Costs(), History.of([*rounds, {"round": 1, "seconds": 99.0}]).rounds, None).seconds_per_round
 
     assert (of(9, 1, 2, 4), of(9), of(9, 3), of()) == (2, 9, 3, None)
 
@@ -477,7 +478,7 @@ def test_run_and_show_print_the_costs(
     said = command(monkeypatch, capsys, "run", tmp_path / "ledger.toml", "--out", out, "--engine", "sequential")
     shown = command(monkeypatch, capsys, "show", out)
     for text in (said, shown):
-        ledger = text[text.index("Costs") :].partition("The same AVG")[0]
+        ledger = text[text.index("Costs") :].partition("The same client mean")[0]
         assert ledger.count("fedper") == 1  # adapters share it
         for words in ("meters", "GFLOPs: 2 per multiply-add", "Up, down:", "Once:", "Round s:", "Step MiB:"):
             assert words in ledger, words

@@ -98,7 +98,7 @@ def test_a_run_of_stacked_seeds_writes_what_single_ones_write(tmp_path: Path, mo
         assert one.values.keys() == other.values.keys()
         for key, numbers in one.values.items():
             for a, b in zip(numbers, other.values[key], strict=True):
-                assert a["all"] == pytest.approx(b["all"], abs=1.0)  # float32 in another order
+                assert a.summary.pooled == pytest.approx(b.summary.pooled, abs=1.0)  # float32 in another order
 
 
 def test_a_run_that_lags_behind_catches_up_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,12 +162,12 @@ def test_an_adapter_chooses_its_round_after_its_own_adaptation(tmp_path: Path) -
         state, _ = session.step(state)
         scores = session.evaluate(job.setup.adapters(method.adapters[1]), session.deploy(state).trained(), ["val"])
         reached.append(100 * sum(s.correct for s in scores.values()) / sum(s.samples for s in scores.values()))
-        assert line["val"]["all"] == pytest.approx(reached[-1])
+        assert line["val"]["pooled"] == pytest.approx(reached[-1])
     stored = {
-        name: next(row["round"] for row in rows if row["selection"] == "best-val")
+        name: next(row.round for row in rows if row.selection == "best-val")
         for name, rows in job.folder.scores().items()
     }
-    validation = [line["global/val/clients"]["all"] for line in job.folder.lines() if "global/val/clients" in line]
+    validation = [line["global/val/clients"]["pooled"] for line in job.folder.lines() if "global/val/clients" in line]
     assert stored == {"none": 1 + validation.index(max(validation)), "tent": 1 + reached.index(max(reached))}
     assert stored["none"] != stored["tent"], "with one choice for both this would show nothing"
     for adapter, title in (("", "none"), ("tent", "tent"), ("t3a", "none")):
@@ -190,20 +190,20 @@ def test_where_only_unseen_clients_are_tested_validation_stands_beside_them(tmp_
     )
     result = run(experiment, tmp_path, engine="sequential")
     lines = [json.loads(line) for line in (result.folders[0] / "metrics.jsonl").read_text().splitlines()]
-    plain = {line["round"]: line["global/val/clients"]["avg"] for line in lines if "global/val/clients" in line}
-    adapted = {line["round"]: line["val"]["avg"] for line in lines if line.get("adapter") == "tent"}
+    plain = {line["round"]: line["global/val/clients"]["client-mean"] for line in lines if "global/val/clients" in line}
+    adapted = {line["round"]: line["val"]["client-mean"] for line in lines if line.get("adapter") == "tent"}
     assert plain != adapted
     for row, known in zip(result.rows, (plain, adapted), strict=True):
         for rule in ("last", "best-val"):
-            (tested,) = row.values[rule, "global/original/unseen"]
-            assert row.number("global/val/clients", rule) == (known[tested["round"]], 0.0)
-    assert result.metrics() == ["original/unseen", "val/clients"]
+            (tested,) = row.scores("global/original/unseen", rule)
+            assert row.number("global/val/clients", rule) == (known[tested.round], 0.0)
+    assert [str(metric) for metric in result.metrics()] == ["original/unseen", "val/clients"]
     papers = [[row.paper(f"global/{metric}") for metric in result.metrics()] for row in result.rows]
     assert papers == [[12.5, 25.0], [None, None]]
     heads = [str(column.header).splitlines()[0] for column in result.table().columns]
     assert heads.count("validation") == 1
     tested = run(SMALL, tmp_path / "tested", engine="sequential")
-    assert not any("val/clients" in metric for metric in tested.metrics())
+    assert not any(metric.is_validation for metric in tested.metrics())
 
 
 def test_adapters_are_part_of_a_run_only_where_they_choose_its_round(tmp_path: Path) -> None:

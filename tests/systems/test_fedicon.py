@@ -636,8 +636,8 @@ def test_the_runner_runs_the_extra_rounds_and_resumes_among_them(
     done = json.loads((folder / "done").read_text())
     assert (done["rounds"], done["extra-rounds"]) == (5, 3)
     scored = [row for rows in RunFolder(folder).scores().values() for row in rows]
-    assert {row["round"] for row in scored if row["selection"] == "last"} == {5}
-    assert {row["adapter"] for row in scored} == {"none", "fedicon"}
+    assert {row.round for row in scored if row.selection == "last"} == {5}
+    assert {row.adapter for row in scored} == {"none", "fedicon"}
     for last in (2, 3, 4):
         out = tmp_path / f"killed after {last}"
 
@@ -661,11 +661,11 @@ def test_validation_chooses_no_state_whose_head_has_not_been_trained(tmp_path: P
     result = run_experiment(small(evaluate={"every": 1}), tmp_path, engine="sequential")
     folder = RunFolder(result.folders[0])
     validation = {
-        line["round"]: line["personal/val/clients"]["all"] for line in folder.lines() if "bytes-up" not in line
+        line["round"]: line["personal/val/clients"]["pooled"] for line in folder.lines() if "bytes-up" not in line
     }
     assert sorted(validation) == [1, 2, 3, 4, 5]
     complete = {number: accuracy for number, accuracy in validation.items() if number > 2}
-    chosen = {row["round"] for rows in folder.scores().values() for row in rows if row["selection"] == "best-val"}
+    chosen = {row.round for rows in folder.scores().values() for row in rows if row.selection == "best-val"}
     assert chosen == {next(number for number, accuracy in complete.items() if accuracy == max(complete.values()))}
 
 

@@ -630,8 +630,8 @@ def test_mixed_sizes_are_one_run_and_one_report(tmp_path: Path) -> None:
     assert [method for method, _ in names] == ["fedmd", "hetero-tent", "hetero-tent", "heterofedtta", "heterofedtta"]
     for row in result.rows:
         for rule in ("last", "best-val"):
-            (numbers,) = row.values[rule, "personal/original/unseen"]
-            assert numbers["clients"] == 4
-            assert 0 <= numbers["worst"] <= numbers["avg"] <= 100
+            (numbers,) = row.scores("personal/original/unseen", rule)
+            assert numbers.summary.clients == 4
+            assert 0 <= numbers.summary.worst10 <= numbers.summary.client_mean <= 100  # type: ignore[operator]
     again = run_experiment(experiment, tmp_path, engine="sequential", device="cpu")
     assert [row.values for row in again.rows] == [row.values for row in result.rows]

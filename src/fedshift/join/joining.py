@@ -27,7 +27,6 @@ from fedshift.engines.torch_flags import steady
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec
 from fedshift.join.images import Images, read_images
-from fedshift.results.collect import validated_by
 from fedshift.runs.artefact import check_free, described, difference, write
 from fedshift.runs.deployment import Snapshot
 from fedshift.runs.open import OpenRun, choose_run, open_run
@@ -123,7 +122,7 @@ def join(
         method=title,
         seed=snapshot.seed,
         round=snapshot.ctx.round,
-        validated=validated_by(opened.folder.lines()),
+        validated=opened.folder.history().validated,
         network=name,
         adapter=chosen.title,
         networks=tuple(setup.methods),
