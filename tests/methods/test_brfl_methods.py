@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedshift.blocks.losses import balanced_softmax
 from fedshift.core.arch import Arch, Output
 from fedshift.core.context import ClientInfo, Phase, ServerContext
 from fedshift.core.grad import gradient
-from fedshift.core.losses import balanced_softmax
 from fedshift.core.method import Batch
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tensors, Tree, pick

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
-from fedshift.core.checks import in_unit_interval
+from fedshift.core.options import UnitInterval
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tree
 
@@ -21,13 +21,9 @@ from fedshift.core.tree import Tree
 class Blend(Adapter):
     """Logits ``e y_global + (1 - e) y_personal`` of two whole models, the same e for every sample (FedTHE, Figure 15)."""
 
-    e: float = 0.5
+    e: UnitInterval = 0.5
 
     requires: ClassVar[frozenset[str]] = frozenset({"model", "global"})
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        in_unit_interval(e=self.e)
 
     def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
         """Two forward passes."""

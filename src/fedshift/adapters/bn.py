@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor
 
 from fedshift.blocks.refreshed_statistics import with_refreshed_statistics
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
+from fedshift.core.options import Count, Rule, Whole
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tree
-from fedshift.errors import UserError
 
 
 @adapter(
@@ -31,16 +31,12 @@ class BatchNormRefresh(Adapter):
     re-estimation at a new client when the stream is passed over first with ``passes``).
     """
 
-    batch_size: int = 32
+    batch_size: Count = 32
     mode: Literal["batch", "refresh"] = "batch"
-    passes: int = 0  # of the whole unlabelled set before the first prediction; 0 adapts online only
+    # of the whole unlabelled set before the first prediction; 0 adapts online only
+    passes: Annotated[Whole, Rule(lambda n: n >= 0, "batch-size must be positive and passes not negative")] = 0
 
     requires_arch: ClassVar[frozenset[str]] = frozenset({"batch-norm"})
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        if self.batch_size < 1 or self.passes < 0:
-            raise UserError("batch-size must be positive and passes not negative")
 
     @property
     def batch(self) -> int | None:

@@ -24,6 +24,9 @@ class Deterministic(Adapter):
     """
 
     requires_arch: ClassVar[frozenset[str]] = frozenset({"stochastic"})
+    reasons: ClassVar[Mapping[str, str]] = {
+        "stochastic": "a stochastic representation, which methods 'fedsr' and 'fedcir' have"
+    }
 
     def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
         """The network as it is, whatever the method makes of it."""

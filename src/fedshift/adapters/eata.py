@@ -14,8 +14,8 @@ from torch import Tensor
 from fedshift.adapters.tent import Tent
 from fedshift.blocks.losses import entropy
 from fedshift.core.arch import Output
-from fedshift.core.checks import in_unit_interval, not_negative
 from fedshift.core.grad import gradient
+from fedshift.core.options import NonNegative, NonNegativeInt, UnitInterval
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tensors, Tree, pick, zeros_like
 
@@ -34,24 +34,13 @@ class EfficientTent(Tent):
     ten classes and the authors' ``redundancy = 0.05`` it is close to nothing after the first batch.
     """
 
-    margin: float = 0.4
-    redundancy: float = 0.05
-    memory: float = 0.9  # of the moving average
-    fisher_weight: float = 2000.0
-    fisher_samples: int = 2000
+    margin: NonNegative = 0.4
+    redundancy: NonNegative = 0.05
+    memory: UnitInterval = 0.9  # of the moving average
+    fisher_weight: NonNegative = 2000.0
+    fisher_samples: NonNegativeInt = 2000
 
     telemetry: ClassVar[tuple[str, ...]] = ("kept",)
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        super().__post_init__()
-        in_unit_interval(memory=self.memory)
-        not_negative(
-            margin=self.margin,
-            redundancy=self.redundancy,
-            fisher_weight=self.fisher_weight,
-            fisher_samples=self.fisher_samples,
-        )
 
     def prepare(self, deployed: Tree, batches: Iterable[Mapping[str, Tensor]]) -> Tree:
         """Which weights matter: the mean over batches of the squared gradient."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
 from fedshift.blocks.refreshed_statistics import with_refreshed_statistics
 from fedshift.core.adapter import Adapter
-from fedshift.core.checks import not_negative
+from fedshift.core.options import NonNegativeInt, Whole, at_least
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tree
-from fedshift.errors import UserError
 
 
 @adapter(
@@ -30,16 +29,10 @@ class StatisticsAlignment(Adapter):
     goes on refreshing while it predicts, all images are predicted with the same statistics.
     """
 
-    passes: int = 1
-    batch_size: int = 50
+    passes: NonNegativeInt = 1
+    batch_size: Annotated[Whole, at_least(2, "one image has no statistics")] = 50
 
     requires_arch: ClassVar[frozenset[str]] = frozenset({"batch-norm"})
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        not_negative(passes=self.passes)
-        if self.batch_size < 2:
-            raise UserError(f"batch-size must be at least 2, not {self.batch_size}: one image has no statistics")
 
     def fit(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> Tree:
         """Refresh the statistics on the whole set."""

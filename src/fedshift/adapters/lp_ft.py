@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedshift.adapters.memo import Memo
-from fedshift.core.checks import not_negative
+from fedshift.core.options import NonNegativeInt
 from fedshift.core.registry import adapter
 
 
@@ -22,12 +22,7 @@ class LinearProbeThenTune(Memo):
     The published row has no code and no settings; three and three steps at MEMO's rate are our choice.
     """
 
-    head_steps: int = 3
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        super().__post_init__()
-        not_negative(head_steps=self.head_steps)
+    head_steps: NonNegativeInt = 3
 
     def stages(self) -> list[frozenset[str]]:
         """Head, then everything."""

@@ -11,8 +11,8 @@ from fedshift.blocks import augmix
 from fedshift.blocks.per_sample_tuning import tuned_on_views
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
-from fedshift.core.checks import not_negative, positive
 from fedshift.core.context import RandomSpec
+from fedshift.core.options import Count, NonNegative, NonNegativeInt
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tensors, Tree
 
@@ -27,15 +27,10 @@ class Memo(Adapter):
     changes (digits).
     """
 
-    views: int = 32
-    steps: int = 3
-    lr: float = 5e-4
+    views: Count = 32
+    steps: NonNegativeInt = 3
+    lr: NonNegative = 5e-4
     flip: bool = True
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        not_negative(steps=self.steps, lr=self.lr)
-        positive(views=self.views)
 
     def stages(self) -> list[frozenset[str]]:
         """What each step trains."""

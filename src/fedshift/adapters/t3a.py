@@ -12,7 +12,7 @@ from torch import Tensor
 from fedshift.blocks.losses import entropy
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
-from fedshift.core.checks import positive
+from fedshift.core.options import Count
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tensors, Tree
 
@@ -39,11 +39,7 @@ class PrototypeClassifier(Adapter):
     cumulative sum, without a loop, and chunks of any size agree.
     """
 
-    keep: int = 50
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        positive(keep=self.keep)
+    keep: Count = 50
 
     def init(self, deployed: Tree) -> Tree:
         """The classifier's own rows."""

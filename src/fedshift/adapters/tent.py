@@ -12,10 +12,10 @@ from fedshift.blocks.losses import entropy
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
 from fedshift.core.grad import gradient
-from fedshift.core.optim import OPTIMISERS, SGD, Optim, clip_by_norm
+from fedshift.core.optim import OPTIMISERS, SGD, Optim, Optimiser, clip_by_norm
+from fedshift.core.options import BelowOne, Count, NonNegative, NonNegativeInt, Positive
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tensors, Tree, pick
-from fedshift.errors import UserError
 
 BITS = 1.4426950408889634  # in a nat
 
@@ -33,29 +33,19 @@ class Tent(Adapter):
     round that serves, in place of ``lr``) and the client's data as one batch (``batch-size = 0``).
     """
 
-    lr: float = 1e-3
+    lr: NonNegative = 1e-3
     train_lr: bool = False
-    optimiser: str = "adam"
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    batch_size: int = 32  # 0: the whole stream at once
-    steps: int = 1
+    optimiser: Optimiser = "adam"
+    momentum: BelowOne = 0.0
+    weight_decay: NonNegative = 0.0
+    batch_size: NonNegativeInt = 32  # 0: the whole stream at once
+    steps: Count = 1
     params: Literal["bn-affine", "all"] = "bn-affine"
     predict_when: Literal["before", "after"] = "before"
     bits: bool = False  # entropy in bits scales the step by 1.44
-    clip: float | None = None
+    clip: Positive | None = None
 
     requires_arch: ClassVar[frozenset[str]] = frozenset({"batch-norm"})
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        if self.optimiser not in OPTIMISERS:
-            raise UserError(f"optimiser must be one of {', '.join(OPTIMISERS)}, not {self.optimiser!r}")
-        if self.batch_size < 0 or self.steps < 1:
-            raise UserError("batch-size must not be negative and steps must be positive")
-        if self.clip is not None and not self.clip > 0:
-            raise UserError(f"clip must be positive, not {self.clip}")
-        self._rule()
 
     def requirements(self) -> frozenset[str]:
         """Only the affine variant needs BatchNorm."""

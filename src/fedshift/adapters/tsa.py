@@ -13,8 +13,8 @@ from fedshift.blocks import views as augment
 from fedshift.blocks.head_mixing import agreement_slope, search_weight
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
-from fedshift.core.checks import not_negative
 from fedshift.core.context import RandomSpec
+from fedshift.core.options import NonNegative, NonNegativeInt
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tree
 
@@ -34,16 +34,12 @@ class ViewAgreement(Adapter):
     :func:`fedshift.blocks.views.contrastive_views`; ``flip = false`` for images that a mirror changes (digits).
     """
 
-    lr: float = 0.1
-    steps: int = 10
+    lr: NonNegative = 0.1
+    steps: NonNegativeInt = 10
     flip: bool = True
 
     requires: ClassVar[frozenset[str]] = frozenset({"model", "generic"})
     telemetry: ClassVar[tuple[str, ...]] = ("e",)
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        not_negative(lr=self.lr, steps=self.steps)
 
     def draws(self) -> dict[str, RandomSpec]:
         """Two views."""

@@ -12,9 +12,9 @@ from torch import Tensor
 from fedshift.blocks.rotation import TURNS, turn_losses, turned
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
-from fedshift.core.checks import not_negative, positive
 from fedshift.core.context import RandomSpec
 from fedshift.core.grad import gradient
+from fedshift.core.options import Count, NonNegative
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tensors, Tree, pick
 
@@ -36,16 +36,11 @@ class TestTimeTraining(Adapter):
 
     __test__ = False  # pytest would take the class for one of its own
 
-    lr: float = 1e-3
-    copies: int = 32
+    lr: NonNegative = 1e-3
+    copies: Count = 32
 
     requires: ClassVar[frozenset[str]] = frozenset({"model", "rotation"})
     sequential: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        not_negative(lr=self.lr)
-        positive(copies=self.copies)
 
     def draws(self) -> dict[str, RandomSpec]:
         """The turns of a sample's copies."""

@@ -9,19 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.core import rng
-from fedshift.core.checks import not_negative, positive
 from fedshift.core.context import Context, Phase, RandomSpec, ServerContext
 from fedshift.core.grad import gradient
 from fedshift.core.method import Batch, Method
 from fedshift.core.optim import Adam, Optim
+from fedshift.core.options import Count, NonNegative, NonNegativeInt, Rule, Whole
 from fedshift.core.tree import Tensors, Tree, drop, pick
-from fedshift.errors import UserError
 
 INNER, OUTER, OUTER_BIAS = "inner.weight", "outer.weight", "outer.bias"
 GAIN, SHIFT = "norm.weight", "norm.bias"
@@ -135,23 +135,15 @@ class GeneratorMethod(Method):
     and eight times as many hidden units.
     """
 
-    generator_steps: int = 5
-    generator_batch: int = 32  # features in a step
-    generator_lr: float = 3e-4
-    generator_decay: float = 0.0  # weight decay
-    generator_noise: int | None = None  # default: as many as features
-    generator_hidden: int | None = None  # default: eight times as many
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        not_negative(
-            generator_steps=self.generator_steps,
-            generator_lr=self.generator_lr,
-            generator_decay=self.generator_decay,
-        )
-        positive(generator_noise=self.generator_noise, generator_hidden=self.generator_hidden)
-        if self.generator_batch < 2:
-            raise UserError(f"generator-batch must be at least 2, because of BatchNorm, not {self.generator_batch}")
+    generator_steps: NonNegativeInt = 5
+    # features in a step
+    generator_batch: Annotated[
+        Whole, Rule(lambda size: size >= 2, "{name} must be at least 2, because of BatchNorm, not {value}")
+    ] = 32
+    generator_lr: NonNegative = 3e-4
+    generator_decay: NonNegative = 0.0  # weight decay
+    generator_noise: Count | None = None  # default: as many as features
+    generator_hidden: Count | None = None  # default: eight times as many
 
     # ---- the client ----------------------------------------------------------------------------------------------------
     def draws(self, phase: Phase) -> dict[str, RandomSpec]:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from fedshift.blocks.inner_step import stepped
-from fedshift.core.checks import not_negative
 from fedshift.core.context import ClientInfo, Context, Phase, ServerContext
 from fedshift.core.grad import gradient
 from fedshift.core.method import Batch, Method
+from fedshift.core.options import NonNegativeInt
 from fedshift.core.tree import Tensors, Tree, pick, uniform_mean, zeros_like
 from fedshift.errors import UserError
 
@@ -65,16 +65,12 @@ class LogitExchange(Method):
     random network of its own. An unseen client digests, and needs no labels for it.
     """
 
-    digest_epochs: int = 1
-    unseen_epochs: int = 2
+    digest_epochs: NonNegativeInt = 1
+    unseen_epochs: NonNegativeInt = 2
 
     personal: ClassVar[bool] = True
     linear: ClassVar[bool] = True
     ensembles: ClassVar[tuple[str, ...]] = ("base",)
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        not_negative(digest_epochs=self.digest_epochs, unseen_epochs=self.unseen_epochs)
 
     def prepare_task(self, task: Task) -> Task:
         """Without public images there is nothing to talk about."""

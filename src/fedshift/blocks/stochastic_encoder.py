@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from fedshift.core import rng
 from fedshift.core.arch import Arch, BatchStats, Output
-from fedshift.core.checks import not_negative
 from fedshift.core.context import Phase, RandomSpec
 from fedshift.core.method import Batch, Method
+from fedshift.core.options import NonNegativeInt
 from fedshift.core.tree import Tensors, Tree
 
 SEED = rng.seed_of("what a stochastic representation is predicted with")
@@ -68,11 +68,7 @@ class StochasticMethod(Method):
     adapters see are the means.
     """
 
-    samples: int = 20
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        not_negative(samples=self.samples)
+    samples: NonNegativeInt = 20
 
     @classmethod
     def build(cls, backbone: Arch, options: Mapping[str, Any]) -> Arch:

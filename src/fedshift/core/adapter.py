@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedshift.core.arch import Arch, BatchStats, Output
 from fedshift.core.context import RandomSpec
+from fedshift.core.options import Checked
 from fedshift.core.tree import Tree
 
 
@@ -21,11 +22,11 @@ class Predict(Protocol):
 
 
 @dataclass(frozen=True)
-class Adapter:
+class Adapter(Checked):
     """Predicts without adapting; override to adapt.
 
-    ``needs`` are slots the method must deploy, ``requires_arch`` properties the network must have. ``batch`` is the number
-    of samples an adapter must see together; None means per-sample answers, the same in chunks of any size.
+    ``requires`` are slots the method must deploy, ``requires_arch`` properties the network must have. ``batch`` is the
+    number of samples an adapter must see together; None means per-sample answers, the same in chunks of any size.
     """
 
     arch: Arch
@@ -33,6 +34,7 @@ class Adapter:
 
     requires: ClassVar[frozenset[str]] = frozenset({"model"})
     requires_arch: ClassVar[frozenset[str]] = frozenset()
+    reasons: ClassVar[Mapping[str, str]] = {}  # what a required capability is, in words for who does not have it
     stackable: ClassVar[bool] = True  # many streams' predictions can run under one vmap
     sequential: ClassVar[bool] = False  # samples are worked through one by one: engines run many streams side by side
     telemetry: ClassVar[tuple[str, ...]] = ()  # entries of its outputs' ``aux``: one number in [0, 1] for each sample

@@ -23,7 +23,6 @@ from fedshift.errors import UserError
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
-
 BatchStats: TypeAlias = bool | frozenset[str]
 """Which normalisation layers use the batch's own statistics: all, none, or those with one of these entries."""
 
@@ -57,9 +56,7 @@ class Arch:
     has_batch_norm: bool
     is_random: bool  # contains layers that draw random numbers themselves (dropout)
     has_convolution: bool
-    exposed: tuple[
-        str, ...
-    ]  # buffers that a layer declares as ``exposed``: a refreshing pass returns them with gradient
+    exposed: tuple[str, ...]  # buffers that layers declare as ``exposed``: a refreshing pass gives them with gradient
     capabilities: frozenset[str]  # what its layers declare as ``capability``; adapters and methods may require them
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -107,28 +104,21 @@ class Arch:
         shape = (int(input_shape[0]), int(input_shape[1]), int(input_shape[2]))
         logits = _check_split(module, encoder, head_module, shape, label, head_name)
         head_names = frozenset(f"{head_name}.{n}" for n, _ in _entries(head_module))
-        names = [n for n, _ in _entries(module)]
-        parameters = tuple(n for n, _ in module.named_parameters())
+        layers = list(module.named_modules())
         return Arch(
             name=label,
             input_shape=shape,
             classes=logits.shape[1],
-            parameters=parameters,
-            buffers=tuple(n for n in names if n not in set(parameters)),
+            parameters=tuple(n for n, _ in module.named_parameters()),
+            buffers=tuple(n for n, _ in module.named_buffers()),
             head=head_names,
-            encoder=frozenset(names) - head_names,
-            norm=_names_of(module, NORMS),
-            has_batch_norm=any(isinstance(m, BATCH_NORMS) for m in module.modules()),
+            encoder=frozenset(n for n, _ in _entries(module)) - head_names,
+            norm=frozenset(f"{at}.{n}".lstrip(".") for at, m in layers if isinstance(m, NORMS) for n, _ in _entries(m)),
+            has_batch_norm=any(isinstance(m, BATCH_NORMS) for _, m in layers),
             is_random=_is_random(encoder, shape),
-            has_convolution=any(isinstance(m, nn.modules.conv._ConvNd) for m in module.modules()),
-            exposed=tuple(
-                f"{prefix}.{entry}".lstrip(".")
-                for prefix, layer in module.named_modules()
-                for entry in getattr(layer, "exposed", ())
-            ),
-            capabilities=frozenset(
-                word for layer in module.modules() if isinstance(word := getattr(layer, "capability", None), str)
-            ),
+            has_convolution=any(isinstance(m, nn.modules.conv._ConvNd) for _, m in layers),
+            exposed=tuple(f"{at}.{entry}".lstrip(".") for at, m in layers for entry in getattr(m, "exposed", ())),
+            capabilities=frozenset(word for _, m in layers if isinstance(word := getattr(m, "capability", 0), str)),
             mean=tuple(mean),
             std=tuple(std),
             factory=factory,
@@ -146,13 +136,9 @@ class Arch:
         ['2.bias', '2.weight']
         """
         factory = self.factory  # the function below must not hold on to the whole description
+        last = self._head_name if head is None else head
         return Arch.of(
-            lambda: surgery(copy.deepcopy(factory())),
-            self.input_shape,
-            self.name,
-            self._head_name if head is None else head,
-            self.mean,
-            self.std,
+            lambda: surgery(copy.deepcopy(factory())), self.input_shape, self.name, last, self.mean, self.std
         )
 
     def layers(self, kind: type[nn.Module]) -> tuple[str, ...]:
@@ -184,9 +170,7 @@ class Arch:
             module = self.factory()
         return {name: leaf.detach().cpu().clone() for name, leaf in _entries(module)}
 
-    def encode(
-        self, tensors: Tensors, x: Tensor, batch_stats: BatchStats = False
-    ) -> tuple[Tensor, dict[str, Tensor], Tensors]:
+    def encode(self, tensors: Tensors, x: Tensor, batch_stats: BatchStats = False) -> tuple[Tensor, Tensors, Tensors]:
         """Features of images in [0, 1], inner activations the network chose to return, and refreshed buffers.
 
         With ``batch_stats`` normalisation layers use this batch's statistics and the refreshed running ones are
@@ -252,11 +236,6 @@ class Arch:
 def _entries(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
-
-
-def _names_of(module: nn.Module, types: tuple[type[nn.Module], ...]) -> frozenset[str]:
-    layers = [(prefix, layer) for prefix, layer in module.named_modules() if isinstance(layer, types)]
-    return frozenset(f"{prefix}.{name}".lstrip(".") for prefix, layer in layers for name, _ in _entries(layer))
 
 
 def _find_head(module: nn.Module, label: str) -> str:

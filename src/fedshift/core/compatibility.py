@@ -13,8 +13,6 @@ from fedshift.errors import UserError
 REASONS: Mapping[str, str] = {
     "norm": "normalisation layers (for instance [model] norm = true)",
     "batch-norm": "BatchNorm layers (for instance [model] norm = true)",
-    "erasers": "domain-shift erasers, which method 'fdse' makes of layers with BatchNorm ([model] norm = true)",
-    "stochastic": "a stochastic representation, which methods 'fedsr' and 'fedcir' have",
 }
 
 SLOTS: Mapping[str, str] = {
@@ -32,12 +30,15 @@ def properties(arch: Arch) -> frozenset[str]:
     return arch.capabilities | {name for name, has in there.items() if has}
 
 
+def _missing(who: str, needs: frozenset[str], arch: Arch, reasons: Mapping[str, str]) -> str | None:
+    lacking = sorted(needs - properties(arch))
+    words = [{**REASONS, **reasons}.get(word, word) for word in lacking]
+    return f"{who} needs {words[0]}, which model {arch.name!r} does not have" if words else None
+
+
 def missing_for_method(name: str, needs: frozenset[str], arch: Arch) -> str | None:
     """One sentence on why this method cannot run on this network, or None."""
-    lacking = sorted(needs - properties(arch))
-    if not lacking:
-        return None
-    return f"method {name!r} needs {REASONS[lacking[0]]}, which model {arch.name!r} does not have"
+    return _missing(f"method {name!r}", needs, arch, METHODS[name].make.reasons if name in METHODS else {})
 
 
 def missing_for_pair(method: str, deploys: frozenset[str], adapter_name: str, adapter: Adapter) -> str | None:
@@ -48,14 +49,10 @@ def missing_for_pair(method: str, deploys: frozenset[str], adapter_name: str, ad
         able = [name for name, entry in METHODS.items() if adapter.slots() <= entry.make.provides]
         hint = f", but {', '.join(able)} would" if able else ""
         return f"adapter {adapter_name!r} needs {wanted}, which method {method!r} does not deploy{hint}"
-    lacking = sorted(adapter.requirements() - properties(adapter.arch))
-    if lacking:
-        return f"adapter {adapter_name!r} needs {REASONS[lacking[0]]}, which model {adapter.arch.name!r} does not have"
-    return None
+    return _missing(f"adapter {adapter_name!r}", adapter.requirements(), adapter.arch, adapter.reasons)
 
 
 def check_method(name: str, method: Method) -> None:
     """Raise the sentence if there is one."""
-    reason = missing_for_method(name, method.requires, method.arch)
-    if reason:
+    if reason := missing_for_method(name, method.requires, method.arch):
         raise UserError(reason)

@@ -42,17 +42,11 @@ def gradient(
 
         grads, (value, aux) = torch.func.grad(valued, has_aux=True)(at)
         return grads, value, None if isinstance(aux, tuple) and not aux else aux  # type: ignore[return-value]
-    if differentiable:
-        with torch.enable_grad():
-            live = {n: t if t.requires_grad else t.detach().requires_grad_() for n, t in at.items()}
-            value, aux = function(live)
-            flat = torch.autograd.grad(value, list(live.values()), create_graph=True, allow_unused=True)
-        return _named(live, flat), value, aux
     with torch.enable_grad():
-        leaves = {name: leaf.detach().requires_grad_() for name, leaf in at.items()}
-        value, aux = function(leaves)
-        flat = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-    return _named(leaves, flat), value.detach(), aux
+        live = {n: t if differentiable and t.requires_grad else t.detach().requires_grad_() for n, t in at.items()}
+        value, aux = function(live)
+        flat = torch.autograd.grad(value, list(live.values()), create_graph=differentiable, allow_unused=True)
+    return _named(live, flat), value if differentiable else value.detach(), aux
 
 
 def _named(tensors: Tensors, grads: tuple[Tensor | None, ...]) -> Tensors:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,8 @@ from torch import Tensor
 from fedshift.core.arch import Arch, BatchStats, Output
 from fedshift.core.context import ClientInfo, Context, Phase, RandomSpec, ServerContext
 from fedshift.core.grad import gradient
-from fedshift.core.losses import balanced_softmax
-from fedshift.core.optim import OPTIMISERS, Optim, clip_by_norm
+from fedshift.core.optim import OPTIMISERS, Optim, Optimiser, clip_by_norm
+from fedshift.core.options import BelowOne, Checked, Factor, NonNegative, NonNegativeInt, Positive, Whole, at_least
 from fedshift.core.tree import Tensors, Tree, drop, pick, uniform_mean, weighted_mean
 from fedshift.errors import UserError
 
@@ -30,41 +30,25 @@ Batch = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Train:
+class Train(Checked):
     """The settings every method shares: the experiment's ``[train]`` table.
 
     >>> Train(lr=0.1).optim()
     SGD(lr=0.1, momentum=0.0, weight_decay=0.0)
     """
 
-    lr: float = 0.01
-    batch_size: int = 32
-    local_epochs: int = 1
-    local_steps: int | None = None  # instead of epochs: this many batches, starting over when the data end
-    optimiser: str = "sgd"
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    lr_decay: float = 1.0  # the rate of round r (from 0) is lr * lr_decay**r
-    clip: float | None = None  # joint gradient norm
+    lr: NonNegative = 0.01
+    batch_size: Annotated[Whole, at_least(1)] = 32
+    local_epochs: NonNegativeInt = 1
+    local_steps: NonNegativeInt | None = None  # instead of epochs: this many batches, starting over when the data end
+    optimiser: Optimiser = "sgd"
+    momentum: BelowOne = 0.0
+    weight_decay: NonNegative = 0.0
+    lr_decay: Factor = 1.0  # the rate of round r (from 0) is lr * lr_decay**r
+    clip: Positive | None = None  # joint gradient norm
     last_batch: Literal["keep", "drop", "wrap"] = "keep"
     weights: Literal["size", "uniform"] = "size"  # FedAvg's weights
     augment: Literal["none", "flip", "shift", "shift-flip"] = "none"  # of the images a phase trains on
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, in the words of the TOML file."""
-        if self.batch_size < 1:
-            raise UserError(f"batch-size must be at least 1, not {self.batch_size}")
-        if self.local_epochs < 0:
-            raise UserError(f"local-epochs must not be negative, not {self.local_epochs}")
-        if self.local_steps is not None and self.local_steps < 0:
-            raise UserError(f"local-steps must not be negative, not {self.local_steps}")
-        if self.optimiser not in OPTIMISERS:
-            raise UserError(f"optimiser must be one of {', '.join(OPTIMISERS)}, not {self.optimiser!r}")
-        if not 0 < self.lr_decay <= 1:
-            raise UserError(f"lr-decay must lie in (0, 1], not {self.lr_decay}")
-        if self.clip is not None and not self.clip > 0:
-            raise UserError(f"clip must be positive, not {self.clip}")
-        self.optim()
 
     def optim(self, lr: float | None = None) -> Optim:
         """The optimiser, optionally with another rate."""
@@ -75,7 +59,7 @@ class Train:
 
 
 @dataclass(frozen=True)
-class Method:
+class Method(Checked):
     """FedAvg's skeleton; see ``docs/how-to/own-method.md`` and any file in ``fedshift/methods``.
 
     A round: the server's :meth:`broadcast`; at each client :meth:`begin`, the steps or folds of its :meth:`phases`,
@@ -94,14 +78,12 @@ class Method:
     personal: ClassVar[bool] = False  # clients end with models of their own
     requires: ClassVar[frozenset[str]] = frozenset()  # of the architecture: "norm", "batch-norm", a layer's capability
     provides: ClassVar[frozenset[str]] = frozenset({"model"})  # slots of what it deploys, for adapters to ask for
+    reasons: ClassVar[Mapping[str, str]] = {}  # what a required capability is, in words for who does not have it
     common: ClassVar[frozenset[str]] = frozenset()  # slots everybody receives alike, and only folds read: kept once
 
     @property
     def extra_rounds(self) -> int:
-        """Rounds of its own after the experiment's (``ctx.round >= ctx.rounds``); they are stated with the run.
-
-        Before them training is half done, so validation chooses among them only.
-        """
+        """Rounds of its own after the experiment's, stated with the run; validation chooses among them only."""
         return 0
 
     # ---- before anything runs -------------------------------------------------------------------------------------
@@ -160,8 +142,7 @@ class Method:
         frozen = {name: leaf for name, leaf in slot.items() if name not in live}
         grads, value, buffers = gradient(lambda t: self.loss(state, {**frozen, **t}, batch, phase), live)
         grads = self.transform_grads(state, grads, phase)
-        memory = state["optim"]
-        scale = state["now"]["decay"]
+        memory, scale = state["optim"], state["now"]["decay"]
         for names, rule in self.groups(phase):
             group = pick(live, names)
             moved, kept = rule.update(group, pick(grads, names), memory, scale)
@@ -182,8 +163,9 @@ class Method:
     def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """The server's state; ``models`` has one entry per architecture, ``public`` the ids of images that all hold."""
         if len(models) != 1:
+            names = ", ".join(models)
             raise UserError(
-                f"{type(self).__name__} averages weights, so all clients need one architecture, not {', '.join(models)}"
+                f"{type(self).__name__} averages weights, so all clients need one architecture, not {names}"
             )
         return {"model": next(iter(models.values()))}
 
@@ -233,11 +215,6 @@ class Method:
         return self.arch(deployed["model"], x, batch_stats)
 
     # ---- not hooks ----------------------------------------------------------------------------------------------------
-    def balanced_loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
-        """:meth:`loss` with balanced softmax on the client's own class counts instead of cross-entropy."""
-        output = self.outputs(tensors, batch, phase)
-        return balanced_softmax(output.logits, batch["y"], state["now"]["histogram"]), output.buffers
-
     def trainable(self, phase: Phase) -> frozenset[str]:
         """The names a phase trains."""
         return self.arch.trainable if phase.trainable is None else phase.trainable

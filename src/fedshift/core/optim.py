@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from fedshift.core.checks import not_negative
+from fedshift.core.options import BelowOne, Checked, NonNegative, Rule, options_of
 from fedshift.core.tree import Tensors
-from fedshift.errors import UserError
+
+Updated: TypeAlias = tuple[Tensors, Tensors]  # the tensors after a step, and the optimiser's memory
 
 
 class Optim(Protocol):
@@ -24,14 +25,12 @@ class Optim(Protocol):
     def memory(self, tensors: Tensors) -> Tensors:
         """The optimiser's state at the start of a phase."""
 
-    def update(
-        self, tensors: Tensors, grads: Tensors, memory: Tensors, scale: Tensor | float
-    ) -> tuple[Tensors, Tensors]:
+    def update(self, tensors: Tensors, grads: Tensors, memory: Tensors, scale: Tensor | float) -> Updated:
         """One step; neither argument is changed."""
 
 
 @dataclass(frozen=True)
-class SGD:
+class SGD(Checked):
     """Stochastic gradient descent with torch's conventions: coupled L2 weight decay, heavy-ball momentum.
 
     >>> rule = SGD(lr=0.5)
@@ -39,15 +38,9 @@ class SGD:
     {'w': tensor(0.)}
     """
 
-    lr: float = 0.01
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        not_negative(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
-        if self.momentum >= 1:
-            raise UserError(f"momentum must be below 1, not {self.momentum}")
+    lr: NonNegative = 0.01
+    momentum: BelowOne = 0.0
+    weight_decay: NonNegative = 0.0
 
     def memory(self, tensors: Tensors) -> Tensors:
         """Zero velocities where there is momentum, nothing otherwise."""
@@ -55,9 +48,7 @@ class SGD:
             return {}
         return {f"velocity/{name}": torch.zeros_like(leaf) for name, leaf in tensors.items()}
 
-    def update(
-        self, tensors: Tensors, grads: Tensors, memory: Tensors, scale: Tensor | float
-    ) -> tuple[Tensors, Tensors]:
+    def update(self, tensors: Tensors, grads: Tensors, memory: Tensors, scale: Tensor | float) -> Updated:
         """``v <- momentum v + g + wd w``; ``w <- w - lr v`` (the first velocity is the gradient, as in torch)."""
         rate = self.lr * scale
         moved: Tensors = {}
@@ -74,7 +65,7 @@ class SGD:
 
 
 @dataclass(frozen=True)
-class Adam:
+class Adam(Checked):
     """Adam with torch's conventions (weight decay coupled as L2).
 
     >>> rule = Adam(lr=0.1)
@@ -83,25 +74,18 @@ class Adam:
     {'w': tensor(0.9000)}
     """
 
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        not_negative(lr=self.lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay)
+    lr: NonNegative = 1e-3
+    beta1: BelowOne = 0.9
+    beta2: BelowOne = 0.999
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
 
     def memory(self, tensors: Tensors) -> Tensors:
         """Zero moments and a step counter."""
         memory = {f"{kind}/{name}": torch.zeros_like(leaf) for kind in ("m", "v") for name, leaf in tensors.items()}
-        first = next(iter(tensors.values()))
-        return {**memory, _counter(tensors): torch.zeros((), dtype=first.dtype, device=first.device)}
+        return {**memory, _counter(tensors): next(iter(tensors.values())).new_zeros(())}
 
-    def update(
-        self, tensors: Tensors, grads: Tensors, memory: Tensors, scale: Tensor | float
-    ) -> tuple[Tensors, Tensors]:
+    def update(self, tensors: Tensors, grads: Tensors, memory: Tensors, scale: Tensor | float) -> Updated:
         """One bias-corrected step."""
         count = memory[_counter(tensors)] + 1
         moved: Tensors = {}
@@ -136,3 +120,6 @@ def clip_by_norm(grads: Tensors, limit: float) -> Tensors:
 
 
 OPTIMISERS: Mapping[str, type[SGD] | type[Adam]] = {"sgd": SGD, "adam": Adam}
+Optimiser = Annotated[str, Rule(lambda name: name in OPTIMISERS, "{name} must be one of sgd, adam, not {value!r}")]
+for _made in OPTIMISERS.values():  # in every step, also of a compiled one, which cannot look at types
+    options_of(_made)

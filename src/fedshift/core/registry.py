@@ -13,12 +13,11 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any, Generic, TypeVar
 
 from fedshift.core.adapter import Adapter
 from fedshift.core.method import Method
+from fedshift.core.options import parse_options
 from fedshift.errors import UserError
 
 T = TypeVar("T")
@@ -45,12 +44,8 @@ class Entry(Generic[T]):
         """Hyper-parameters and their defaults, by kebab-case name."""
         if not dataclasses.is_dataclass(self.make):
             return {}
-        shared = {"arch", "train", "predict_with"}
-        return {
-            f.name.replace("_", "-"): None if f.default is dataclasses.MISSING else f.default
-            for f in dataclasses.fields(self.make)
-            if f.name not in shared
-        }
+        own = [f for f in dataclasses.fields(self.make) if f.name not in ("arch", "train", "predict_with")]
+        return {f.name.replace("_", "-"): None if f.default is dataclasses.MISSING else f.default for f in own}
 
 
 class Registry(Mapping[str, Entry[T]]):
@@ -59,7 +54,6 @@ class Registry(Mapping[str, Entry[T]]):
     def __init__(self, noun: str, *packages: str) -> None:
         self._noun, self._packages = noun, packages
         self._entries: dict[str, Entry[T]] = {}
-        self._loaded = False
 
     def register(self, name: str, *, paper: str = "", venue: str = "", year: int = 0) -> Callable[[C], C]:
         """A decorator that puts a class into the catalogue."""
@@ -76,33 +70,27 @@ class Registry(Mapping[str, Entry[T]]):
             self._entries[entry.name] = entry
 
     def __getitem__(self, name: str) -> Entry[T]:
-        self._load()
-        if name not in self._entries:
-            close = difflib.get_close_matches(name, self._entries, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(sorted(self._entries))}"
+        if name not in self:
+            close = difflib.get_close_matches(name, self, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(self)}"
             raise UserError(f"there is no {self._noun} {name!r}; {hint}")
         return self._entries[name]
 
     def __contains__(self, name: object) -> bool:
-        self._load()
-        return name in self._entries
+        return name in self._all()
 
     def __iter__(self) -> Iterator[str]:
-        self._load()
-        return iter(sorted(self._entries))
+        return iter(sorted(self._all()))
 
     def __len__(self) -> int:
-        self._load()
-        return len(self._entries)
+        return len(self._all())
 
-    def _load(self) -> None:
-        if self._loaded:
-            return
-        self._loaded = True
-        for name in self._packages:
-            package = importlib.import_module(name)
-            for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+    def _all(self) -> Mapping[str, Entry[T]]:
+        packages, self._packages = self._packages, ()  # a plug-in may look here while it is imported
+        for name in packages:
+            for module in pkgutil.walk_packages(importlib.import_module(name).__path__, f"{name}."):
                 importlib.import_module(module.name)
+        return self._entries
 
 
 METHODS: Registry[type[Method]] = Registry("method", "fedshift.systems", "fedshift.methods")
@@ -115,34 +103,16 @@ model = MODELS.register
 
 
 def with_options(make: type[T], what: str, options: Mapping[str, object], **fixed: object) -> T:
-    """Construct a dataclass from kebab-case options, with a sentence for unknown or ill-typed ones.
+    """Construct a dataclass from kebab-case options, with a sentence for those that are unknown or not valid."""
+    return construct(make, what, **fixed, **parse_options(make, what, options, fixed))
 
-    >>> from fedshift.core.optim import SGD
-    >>> with_options(SGD, "optimiser sgd", {"weight-decay": 0.1})
-    SGD(lr=0.01, momentum=0.0, weight_decay=0.1)
-    """
-    known = {f.name.replace("_", "-"): f for f in dataclasses.fields(make) if f.name not in fixed}  # type: ignore[arg-type]
-    for key in options:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(known) or 'no options'}"
-            raise UserError(f"{what} has no option {key!r}; {hint}")
-    hints = get_type_hints(make)
-    values = {
-        known[key].name: _typed(hints[known[key].name], value, f"{what}: {key}") for key, value in options.items()
-    }
+
+def construct(make: type[T], what: str, **values: Any) -> T:
+    """Construct a dataclass of parsed options; what it says against them is said with its name."""
     try:
-        return make(**fixed, **values)
+        return make(**values)
     except TypeError as error:
         raise UserError(f"{what}: {error}") from None
     except UserError as error:  # a check of its values, which does not know what it is called
         text = str(error)
         raise UserError(text if text.startswith(what.split()[0]) else f"{what}: {text}") from None
-
-
-def _typed(hint: Any, value: object, what: str) -> Any:
-    try:
-        return TypeAdapter(hint).validate_python(value)
-    except ValidationError as error:
-        message = error.errors()[0]["msg"]
-        raise UserError(f"{what} = {value!r} is not valid: {message[0].lower()}{message[1:]}") from None

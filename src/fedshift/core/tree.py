@@ -98,24 +98,6 @@ def uniform_mean(parts: Sequence[Tensors]) -> Tensors:
     return weighted_mean(parts, torch.full((len(parts),), 1 / len(parts), dtype=torch.float64))
 
 
-def slot_of(kind: str, client: str) -> str:
-    """The slot in which a server keeps this kind of thing for one client.
-
-    >>> slot_of("own", "berlin")
-    'own berlin'
-    """
-    return f"{kind} {client}"
-
-
-def slots_of(tree: Tree, kind: str) -> dict[str, Tensors]:
-    """Every client's slot of a kind, by client.
-
-    >>> slots_of({"model": {}, "own berlin": {"w": torch.ones(1)}}, "own")
-    {'berlin': {'w': tensor([1.])}}
-    """
-    return {slot.removeprefix(f"{kind} "): leaves for slot, leaves in tree.items() if slot.startswith(f"{kind} ")}
-
-
 def pick(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Tensors:
     """The entries of ``tensors`` with these names, in the order of ``tensors``.
 
@@ -169,7 +151,7 @@ def all_finite(tree: Tree) -> bool:
     >>> all_finite({"m": {"w": torch.tensor([1.0, float("nan")])}})
     False
     """
-    floats = [leaf for leaves in tree.values() for leaf in leaves.values() if leaf.is_floating_point()]
+    floats = _floats(tree)
     return not floats or bool(torch.stack([leaf.isfinite().all() for leaf in floats]).all())
 
 
@@ -179,9 +161,8 @@ def float_bytes(tree: Tree) -> int:
     >>> float_bytes({"m": {"w": torch.zeros(10), "n": torch.tensor(1)}})
     40
     """
-    return sum(
-        leaf.numel() * leaf.element_size()
-        for leaves in tree.values()
-        for leaf in leaves.values()
-        if leaf.is_floating_point()
-    )
+    return sum(leaf.numel() * leaf.element_size() for leaf in _floats(tree))
+
+
+def _floats(tree: Tree) -> list[Tensor]:
+    return [leaf for leaves in tree.values() for leaf in leaves.values() if leaf.is_floating_point()]

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedshift.core.checks import not_negative
 from fedshift.core.context import Context, Phase, ServerContext
 from fedshift.core.method import Batch, Method
+from fedshift.core.options import NonNegative
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, weighted_mean
 
@@ -33,12 +33,8 @@ class AFL(Method):
     are there are averaged by theirs, renormalised (uniformly if all of these are zero).
     """
 
-    gamma_lambda: float = 0.3
+    gamma_lambda: NonNegative = 0.3
     average: bool = True
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        not_negative(gamma_lambda=self.gamma_lambda)
 
     # ---- the client ----------------------------------------------------------------------------------------------------
     def phases(self, ctx: Context) -> tuple[Phase, ...]:

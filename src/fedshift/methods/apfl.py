@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedshift.core.checks import in_unit_interval
 from fedshift.core.context import ClientInfo, Context, Phase
 from fedshift.core.grad import gradient
 from fedshift.core.method import Batch, Method
 from fedshift.core.optim import clip_by_norm
+from fedshift.core.options import UnitInterval
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick
 
@@ -33,16 +33,12 @@ class APFL(Method):
     FedAvg's weights and its own statistics.
     """
 
-    alpha: float = 0.5
+    alpha: UnitInterval = 0.5
     adapt: bool = True
 
     personal: ClassVar[bool] = True
     linear: ClassVar[bool] = True
     provides: ClassVar[frozenset[str]] = frozenset({"model", "global"})
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        in_unit_interval(alpha=self.alpha)
 
     def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """The personal model starts where everybody starts; a stranger has none."""

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedshift.core.checks import not_negative
 from fedshift.core.context import ClientInfo, Context, Phase
 from fedshift.core.method import Batch, Method
+from fedshift.core.options import NonNegative
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, squared_distance
 
@@ -23,15 +23,11 @@ class Ditto(Method):
     The received model is deployed too, in slot ``global``, and is all that a newcomer has.
     """
 
-    lam: float = 1.0
+    lam: NonNegative = 1.0
 
     personal: ClassVar[bool] = True
     linear: ClassVar[bool] = True
     provides: ClassVar[frozenset[str]] = frozenset({"model", "global"})
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        not_negative(lam=self.lam)
 
     def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """The personal model starts where everybody starts; a stranger has none."""

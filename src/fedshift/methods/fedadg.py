@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.blocks.mlp import fresh, perceptron
-from fedshift.core.checks import in_unit_interval, not_negative, positive
 from fedshift.core.context import ClientInfo, Context, Phase, RandomSpec
 from fedshift.core.method import Batch, Method
+from fedshift.core.options import Count, NonNegative, NonNegativeInt, UnitInterval
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, drop
 
@@ -44,19 +44,13 @@ class FedADG(Method):
     features in the mode of training (theirs: inference), which are those that step 2 moves.
     """
 
-    weight: float = 0.15
-    warm_up: int = 5
-    noise: int = 10
-    hidden: int = 512
-    adversary_lr: float | None = None  # of G and D; default: [train] lr
+    weight: UnitInterval = 0.15
+    warm_up: NonNegativeInt = 5
+    noise: Count = 10
+    hidden: Count = 512
+    adversary_lr: NonNegative | None = None  # of G and D; default: [train] lr
 
     linear: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        in_unit_interval(weight=self.weight)
-        not_negative(warm_up=self.warm_up, adversary_lr=self.adversary_lr)
-        positive(noise=self.noise, hidden=self.hidden)
 
     def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """Cross-entropy alone, or all three."""

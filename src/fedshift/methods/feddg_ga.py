@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedshift.core.checks import in_unit_interval
 from fedshift.core.context import ClientInfo, Context, Phase, ServerContext
 from fedshift.core.method import Batch, Method
+from fedshift.core.options import UnitInterval
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, weighted_mean
 from fedshift.errors import UserError
@@ -42,12 +42,8 @@ class FedDGGA(Method):
     in the authors' code is 1/K, and its s_t lies two rounds behind ours.
     """
 
-    step_size: float = 0.2
+    step_size: UnitInterval = 0.2
     metric: Literal["accuracy", "loss"] = "accuracy"
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        in_unit_interval(step_size=self.step_size)
 
     def prepare_task(self, task: Task) -> Task:
         """Without validation images there are no gaps."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedshift.core.checks import positive
 from fedshift.core.context import ClientInfo, Context, Phase, ServerContext
 from fedshift.core.method import Method
+from fedshift.core.options import Positive
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, subtract, weighted_mean, zeros_like
 
@@ -32,11 +32,7 @@ class FedDyn(Method):
     Left out: the authors' script divides ``alpha`` by a client's relative amount of data.
     """
 
-    alpha: float = 0.01
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        positive(alpha=self.alpha)
+    alpha: Positive = 0.01
 
     def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """A client's linear term starts at zero."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fedshift.core.arch import NORMS, Arch, Output
-from fedshift.core.checks import in_unit_interval
 from fedshift.core.context import ClientInfo, Context, Phase, RandomSpec, ServerContext
 from fedshift.core.method import Batch, Method
+from fedshift.core.options import UnitInterval
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, drop, pick
 
@@ -46,12 +46,8 @@ class FedFA(Method):
     such as a perceptron, is trained as by FedAvg, and a warning says so.
     """
 
-    probability: float = 0.5
+    probability: UnitInterval = 0.5
     shared_variance: Literal["channel", "scalar"] = "channel"
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        in_unit_interval(probability=self.probability)
 
     @classmethod
     def build(cls, backbone: Arch, options: Mapping[str, Any]) -> Arch:

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.blocks.generator import GeneratorMethod, Objective, log_likelihoods, stacked_heads
-from fedshift.core.checks import in_unit_interval, not_negative
 from fedshift.core.context import Phase, RandomSpec
 from fedshift.core.method import Batch
+from fedshift.core.options import NonNegative, UnitInterval
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree
 
@@ -41,17 +41,11 @@ class FedGen(GeneratorMethod):
     the generator's loss.
     """
 
-    kd: float = 1.0
-    reg: float = 0.5
-    decay: float = 0.98
-    diversity: float = 1.0
-    generator_decay: float = 1e-2
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        super().__post_init__()
-        not_negative(kd=self.kd, reg=self.reg, diversity=self.diversity)
-        in_unit_interval(decay=self.decay)
+    kd: NonNegative = 1.0
+    reg: NonNegative = 0.5
+    decay: UnitInterval = 0.98
+    diversity: NonNegative = 1.0
+    generator_decay: NonNegative = 1e-2
 
     def draws(self, phase: Phase) -> dict[str, RandomSpec]:
         """Noise for features of a batch's own labels too."""

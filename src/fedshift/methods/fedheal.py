@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedshift.core.checks import in_unit_interval
 from fedshift.core.context import ServerContext
 from fedshift.core.method import Method
+from fedshift.core.options import UnitInterval
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, subtract, weighted_mean, zeros_like
 
@@ -42,12 +42,8 @@ class FedHEAL(Method):
     ``threshold = 0`` masks only directions that are new to a client; 1 masks everything from its second round on.
     """
 
-    threshold: float = 0.3
-    beta: float = 0.4
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        in_unit_interval(threshold=self.threshold, beta=self.beta)
+    threshold: UnitInterval = 0.3
+    beta: UnitInterval = 0.4
 
     def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """For every client: its rounds, in how many of them each entry rose, its weight and the change of that."""

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedshift.core.checks import in_unit_interval
 from fedshift.core.context import Context, Phase, ServerContext
 from fedshift.core.method import Batch, Method
+from fedshift.core.options import UnitInterval
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick
 
@@ -36,11 +36,7 @@ class FedProc(Method):
     class that nobody of a round has keeps the prototype it had. Features for prototypes are those of inference.
     """
 
-    alpha: float | None = None  # default: rises as t / T
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        in_unit_interval(alpha=self.alpha)
+    alpha: UnitInterval | None = None  # default: rises as t / T
 
     # ---- what a client does ------------------------------------------------------------------------------------------
     def phases(self, ctx: Context) -> tuple[Phase, ...]:

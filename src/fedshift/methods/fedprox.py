@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedshift.core.checks import not_negative
 from fedshift.core.context import Phase
 from fedshift.core.method import Batch, Method
+from fedshift.core.options import NonNegative
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, squared_distance
 
@@ -23,13 +23,9 @@ class FedProx(Method):
     ``mu = 0`` is FedAvg.
     """
 
-    mu: float = 0.01
+    mu: NonNegative = 0.01
 
     linear: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        not_negative(mu=self.mu)
 
     def begin(self, down: Tree, local: Tree) -> Tree:
         """Remember what was received."""

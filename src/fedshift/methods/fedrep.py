@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedshift.core.checks import not_negative
 from fedshift.core.context import Context, Phase
+from fedshift.core.options import NonNegativeInt
 from fedshift.core.registry import method
 from fedshift.methods.fedper import FedPer
 
@@ -22,12 +22,8 @@ class FedRep(FedPer):
     ``head-epochs`` and ``body-epochs`` default to ``[train] local-epochs``.
     """
 
-    head_epochs: int | None = None
-    body_epochs: int | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        not_negative(head_epochs=self.head_epochs, body_epochs=self.body_epochs)
+    head_epochs: NonNegativeInt | None = None
+    body_epochs: NonNegativeInt | None = None
 
     def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """Head, then body."""

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedshift.blocks.losses import balanced_softmax
 from fedshift.core.context import ClientInfo, Context, Phase
-from fedshift.core.losses import balanced_softmax
 from fedshift.core.method import Batch, Method
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, zeros_like

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fedshift.blocks import gaussians
 from fedshift.blocks.stochastic_encoder import StochasticMethod
-from fedshift.core.checks import not_negative
 from fedshift.core.context import ClientInfo, Context, Phase
 from fedshift.core.method import Batch
+from fedshift.core.options import NonNegative
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, drop
 
@@ -41,15 +41,10 @@ class FedSR(StochasticMethod):
     whose C turns negative would have no Gaussian.
     """
 
-    l2r: float = 0.01
-    cmi: float = 5e-4
+    l2r: NonNegative = 0.01
+    cmi: NonNegative = 5e-4
 
     linear: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        super().__post_init__()
-        not_negative(l2r=self.l2r, cmi=self.cmi)
 
     def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """The network and the client's references, together."""

@@ -7,9 +7,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedshift.core.checks import not_negative
+from fedshift.blocks.losses import balanced_softmax
 from fedshift.core.context import Context, Phase
 from fedshift.core.method import Batch, Method
+from fedshift.core.options import NonNegativeInt
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree
 
@@ -25,17 +26,13 @@ class FineTune(Method):
     instead of cross-entropy.
     """
 
-    epochs: int | None = None
+    epochs: NonNegativeInt | None = None
     balanced: bool = False
     balanced_tuning: bool = False
 
     personal: ClassVar[bool] = True
     linear: ClassVar[bool] = True
     provides: ClassVar[frozenset[str]] = frozenset({"model", "global"})
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        not_negative(epochs=self.epochs)
 
     def last_phases(self, ctx: Context) -> tuple[Phase, ...]:
         """Train the received model once more, for oneself."""
@@ -45,7 +42,8 @@ class FineTune(Method):
         """Cross-entropy, or balanced softmax where it is asked for."""
         if not (self.balanced_tuning if phase.name == "finetune" else self.balanced):
             return super().loss(state, tensors, batch, phase)
-        return self.balanced_loss(state, tensors, batch, phase)
+        output = self.outputs(tensors, batch, phase)
+        return balanced_softmax(output.logits, batch["y"], state["now"]["histogram"]), output.buffers
 
     def deployed(self, down: Tree, local: Tree) -> Tree:
         """The fine-tuned model and the received one."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fedshift.core.checks import in_unit_interval, not_negative
 from fedshift.core.context import ServerContext
 from fedshift.core.method import Method
+from fedshift.core.options import NonNegative, UnitInterval
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, weighted_mean
 
@@ -26,13 +26,8 @@ class GMA(Method):
     the papers' 0.1 stops exact stand-offs and nothing else.
     """
 
-    threshold: float = 0.1
-    server_lr: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        not_negative(server_lr=self.server_lr)
-        in_unit_interval(threshold=self.threshold)
+    threshold: UnitInterval = 0.1
+    server_lr: NonNegative = 1.0
 
     def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
         """From where the server is towards FedAvg's mean, as far as the mask lets it."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedshift.blocks.logit_exchange import AdaptedExchange
 from fedshift.blocks.losses import entropy
-from fedshift.core.checks import not_negative
+from fedshift.core.options import NonNegative
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree
 from fedshift.methods.fedmd import FedMD
@@ -35,15 +35,10 @@ class HeteroTent(AdaptedExchange, FedMD):
     unless ``adapt-lr`` says otherwise, with ``[train]``'s weight decay, clip and learning-rate decay.
     """
 
-    adapt_lr: float | None = None  # default: [train] lr
+    adapt_lr: NonNegative | None = None  # default: [train] lr
     bits: bool = True
 
     ensembles: ClassVar[tuple[str, ...]] = ("personal",)
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        super().__post_init__()
-        not_negative(adapt_lr=self.adapt_lr)
 
     def step_settings(self) -> tuple[float, float, float | None]:
         """As local training, if no other rate is given."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fedshift.core.arch import BatchStats, Output
-from fedshift.core.checks import positive
 from fedshift.core.context import ClientInfo, Context, Phase
 from fedshift.core.method import Batch, Method
+from fedshift.core.options import Count, Positive
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree
 from fedshift.errors import UserError
@@ -33,16 +33,12 @@ class KNNPer(Method):
     Newcomers have no memory and lam = 0.
     """
 
-    neighbours: int = 10
-    bandwidth: float = 1.0
+    neighbours: Count = 10
+    bandwidth: Positive = 1.0
 
     personal: ClassVar[bool] = True
     linear: ClassVar[bool] = True
     provides: ClassVar[frozenset[str]] = frozenset({"model", "memory"})
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        positive(neighbours=self.neighbours, bandwidth=self.bandwidth)
 
     def prepare_task(self, task: Task) -> Task:
         """Without validation images there is nothing to choose by."""

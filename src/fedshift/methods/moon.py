@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedshift.core.checks import not_negative, positive
 from fedshift.core.context import ClientInfo, Context, Phase
 from fedshift.core.method import Batch, Method
+from fedshift.core.options import NonNegative, Positive
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick
 
@@ -34,15 +34,10 @@ class MOON(Method):
     is left out: it would change the network for this method alone.
     """
 
-    mu: float = 1.0
-    temperature: float = 0.5
+    mu: NonNegative = 1.0
+    temperature: Positive = 0.5
 
     linear: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        not_negative(mu=self.mu)
-        positive(temperature=self.temperature)
 
     def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """No last round yet: the encoder only holds the place. A stranger trains nothing."""

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.blocks.mlp import drawn, fresh, perceptron
-from fedshift.core.checks import not_negative, positive
 from fedshift.core.context import Context, Phase, ServerContext
 from fedshift.core.grad import gradient
 from fedshift.core.method import Batch, Method
+from fedshift.core.options import Count, NonNegative
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, weighted_mean, zeros_like
 
@@ -46,18 +46,13 @@ class ODPFL(Method):
     for CIFAR-10 (MNIST: 0.5 and 0.5).
     """
 
-    hyper_lr: float = 0.5
-    encoder_lr: float = 0.1
-    embedding: int = 32
-    hidden: int = 100
+    hyper_lr: NonNegative = 0.5
+    encoder_lr: NonNegative = 0.1
+    embedding: Count = 32
+    hidden: Count = 100
 
     personal: ClassVar[bool] = True
     common: ClassVar[frozenset[str]] = frozenset({"hyper", "encoder", "base"})
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        not_negative(hyper_lr=self.hyper_lr, encoder_lr=self.encoder_lr)
-        positive(embedding=self.embedding, hidden=self.hidden)
 
     # ---- the client ----------------------------------------------------------------------------------------------------
     def phases(self, ctx: Context) -> tuple[Phase, ...]:

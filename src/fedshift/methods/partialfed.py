@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedshift.core.checks import not_negative
 from fedshift.core.context import ClientInfo, Context, Phase, RandomSpec
 from fedshift.core.method import Batch, Method
 from fedshift.core.optim import Adam
+from fedshift.core.options import NonNegative, NonNegativeInt
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick
 from fedshift.errors import UserError
@@ -50,16 +50,12 @@ class PartialFed(Method):
     """
 
     mode: Literal["fix", "adaptive"] = "adaptive"
-    policy_steps: int = 5
-    policy_lr: float = 0.1
+    policy_steps: NonNegativeInt = 5
+    policy_lr: NonNegative = 0.1
 
     personal: ClassVar[bool] = True
     linear: ClassVar[bool] = True
     provides: ClassVar[frozenset[str]] = frozenset({"model", "global"})
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        not_negative(policy_steps=self.policy_steps, policy_lr=self.policy_lr)
 
     def prepare_task(self, task: Task) -> Task:
         """A policy needs images that the weights were not trained on."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedshift.core.arch import BatchStats, Output
-from fedshift.core.checks import in_unit_interval, positive
+from fedshift.core.options import Share
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree
 from fedshift.methods.pfl_sampled import PFLSampled
@@ -29,15 +29,9 @@ class PFLEnsemble(PFLSampled):
     move the body alone.
     """
 
-    fraction: float = 1.0
+    fraction: Share = 1.0
 
     provides: ClassVar[frozenset[str]] = frozenset({"model", "members"})
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        super().__post_init__()
-        in_unit_interval(fraction=self.fraction)
-        positive(fraction=self.fraction)
 
     def chosen(self, count: int) -> int:
         """A share of them, and at least one."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from fedshift.core import rng
-from fedshift.core.checks import positive
 from fedshift.core.context import ClientInfo, Context
+from fedshift.core.options import Count
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, stack, unstack, weighted_mean
 from fedshift.methods.fedper import FedPer
@@ -27,11 +27,7 @@ class PFLSampled(FedPer):
     first two layers, which leaves 2 private in its convolutional network and 1 in its MLP.
     """
 
-    private_layers: int = 1
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        positive(private_layers=self.private_layers)
+    private_layers: Count = 1
 
     def private(self, ctx: Context) -> frozenset[str]:
         """The last layers; the head is the last of all."""

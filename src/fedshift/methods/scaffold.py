@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedshift.core.context import ClientInfo, Context, Phase, ServerContext
 from fedshift.core.method import Method
+from fedshift.core.options import NonNegative
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, subtract, weighted_mean, zeros_like
 from fedshift.errors import UserError
@@ -30,10 +31,10 @@ class Scaffold(Method):
     dividing by S alone overestimates the control variate tenfold at m = 0.9 and diverges. Adam has no such rule.
     """
 
-    server_lr: float = 1.0
+    server_lr: NonNegative = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what the method is not defined for."""
+        super().__post_init__()
         if self.train.optimiser != "sgd":
             raise UserError(f"method 'scaffold' is defined for optimiser sgd, not {self.train.optimiser}")
 
@@ -77,5 +78,4 @@ class Scaffold(Method):
         step = subtract(mean, pick(server["model"], self.arch.trainable))
         moved = {name: server["model"][name] + self.server_lr * delta for name, delta in step.items()}
         change = weighted_mean([up["dc"] for up in ups.values()], uniform * len(ups) / ctx.clients)
-        control = {name: server["c"][name] + delta for name, delta in change.items()}
-        return {"model": {**server["model"], **mean, **moved}, "c": control}, {}
+        return {"model": {**server["model"], **mean, **moved}, "c": {n: server["c"][n] + change[n] for n in change}}, {}

@@ -175,8 +175,7 @@ def described(
 def _settings(spec: AdapterSpec, setup: Setup, method: Method, ctx: Context) -> dict[str, Any]:
     """An adapter's name and all of its settings, as they are at the round that serves."""
     made = setup.adapter(spec, method, ctx)
-    options = {**ADAPTERS[spec.name].options, **spec.options()}
-    return {"name": spec.name, **{key: getattr(made, key.replace("-", "_")) for key in options}}
+    return {"name": spec.name, **{key: getattr(made, key.replace("-", "_")) for key in ADAPTERS[spec.name].options}}
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------------

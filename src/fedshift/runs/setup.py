@@ -18,7 +18,8 @@ from fedshift.core.arch import Arch
 from fedshift.core.compatibility import check_method, missing_for_pair
 from fedshift.core.context import Context
 from fedshift.core.method import Method, Train
-from fedshift.core.registry import ADAPTERS, METHODS, MODELS, with_options
+from fedshift.core.options import parse_options
+from fedshift.core.registry import ADAPTERS, METHODS, MODELS, construct, with_options
 from fedshift.core.tree import Tensors, to
 from fedshift.data.concept import Rotation
 from fedshift.data.partition import PARTITIONS
@@ -133,16 +134,15 @@ class Setup:
 
 def make_setup(experiment: Experiment, spec: MethodSpec, task: Task, network: Network | None = None) -> Setup:
     """A method of an experiment, built on its networks and checked with all its adapters."""
-    train = with_options(Train, "[train]", {**experiment.train, **spec.train})
+    shared, own = (parse_options(Train, "[train]", table) for table in (experiment.train, spec.train))
+    train = construct(Train, "[train]", **{**shared, **own})
     cls = METHODS[spec.name].make
+    what = f"method {spec.name!r}"
+    options = parse_options(cls, what, spec.options(), fixed=("arch", "train"))
     methods: dict[str, Method] = {}
     for model in experiment.models:
-        backbone = make_arch(experiment, model, spec.model, task, network)
-        # a wrong option is named before it changes the network
-        checked = with_options(cls, f"method {spec.name!r}", spec.options(), arch=backbone, train=train)
-        typed = {key: getattr(checked, key.replace("-", "_")) for key in spec.options()}
-        arch = cls.build(backbone, typed)
-        made = with_options(cls, f"method {spec.name!r}", spec.options(), arch=arch, train=train)
+        arch = cls.build(make_arch(experiment, model, spec.model, task, network), options)
+        made = construct(cls, what, arch=arch, train=train, **options)
         check_method(spec.name, made)
         name = model.label or arch.name
         methods[name if name not in methods else f"{name}-{len(methods)}"] = made

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
 from fedshift.core.adapter import Adapter
 from fedshift.core.batching import batch_sizes
-from fedshift.core.checks import not_negative
 from fedshift.core.grad import gradient
+from fedshift.core.options import Finite, NonNegative, NonNegativeInt, Whole, at_least
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tensors, Tree, pick
-from fedshift.errors import UserError
 from fedshift.systems.fdse import eraser as erasure
 
 
@@ -29,18 +28,13 @@ class EraserAlignment(Adapter):
     statistics are what the features are drawn to. Epochs, rate and batch are our choice; the paper has none.
     """
 
-    lr: float = 0.01
-    epochs: int = 5
-    batch_size: int = 50
-    beta: float = 0.001
+    lr: NonNegative = 0.01
+    epochs: NonNegativeInt = 5
+    batch_size: Annotated[Whole, at_least(2, "one image has no statistics")] = 50
+    beta: Finite = 0.001
 
     requires_arch: ClassVar[frozenset[str]] = frozenset({"erasers"})
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        not_negative(lr=self.lr, epochs=self.epochs)
-        if self.batch_size < 2:
-            raise UserError(f"batch-size must be at least 2, not {self.batch_size}: one image has no statistics")
+    reasons: ClassVar[Mapping[str, str]] = erasure.REASONS
 
     @cached_property
     def blocks(self) -> tuple[str, ...]:

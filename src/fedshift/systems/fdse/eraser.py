@@ -24,6 +24,7 @@ ANCHORS = ("dfe_norm.running_mean", "dfe_norm.running_var")
 TRACKED = ("tracked_mean", "tracked_var")
 STATISTICS = ("dse_norm.running_mean", "dse_norm.running_var", "dse_norm.num_batches_tracked")
 AT_HOME = (*STATISTICS, *TRACKED, "tracked_steps")
+REASONS = {"erasers": "domain-shift erasers, which method 'fdse' makes of layers with BatchNorm ([model] norm = true)"}
 
 
 class DepthWise(nn.Module):

@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.core.arch import Arch
-from fedshift.core.checks import not_negative, positive
 from fedshift.core.context import Context, Phase, ServerContext
 from fedshift.core.method import Batch, Method
+from fedshift.core.options import Finite, NonNegative, Positive, Rule, Whole, at_least
 from fedshift.core.registry import method
-from fedshift.core.tree import Tensors, Tree, drop, pick, slot_of, slots_of, uniform_mean, weighted_mean
-from fedshift.errors import UserError
+from fedshift.core.tree import Tensors, Tree, drop, pick, uniform_mean, weighted_mean
 from fedshift.systems.fdse import eraser as erasure
 from fedshift.systems.fdse.consensus import agreed, gram_of
 
-OWN = "own"  # the kind of a client's erasers on the server
+OWN = "own "  # and a client: the slot of its erasers on the server
 
 
 @method("fdse", paper="Federated Learning with Domain Shift Eraser", venue="CVPR", year=2025)
@@ -46,29 +45,21 @@ class FDSE(Method):
     code's regulariser, another function than the paper's.
     """
 
-    lam: float = 0.1
-    tau: float = 0.5
-    beta: float = 0.001
+    lam: NonNegative = 0.1
+    tau: Positive = 0.5
+    beta: Finite = 0.001
     consensus: bool = True
     similarity: bool = True
     granularity: Literal["tensor", "layer"] = "tensor"
     start: Literal["batch", "received"] = "batch"
-    expansion: int = 2
-    kernel: int = 3
+    expansion: Annotated[Whole, at_least(2, "there would be nothing to erase with")] = 2
+    kernel: Annotated[Whole, Rule(lambda k: k > 0 and k % 2 == 1, "{name} must be odd and positive, not {value}")] = 3
     activation: bool = False
     bias: bool = False
 
     personal: ClassVar[bool] = True
     requires: ClassVar[frozenset[str]] = frozenset({"erasers"})
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        not_negative(lam=self.lam)
-        positive(tau=self.tau)
-        if self.expansion < 2:
-            raise UserError(f"expansion must be at least 2, not {self.expansion}: there would be nothing to erase with")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise UserError(f"kernel must be odd and positive, not {self.kernel}")
+    reasons: ClassVar[Mapping[str, str]] = erasure.REASONS
 
     @classmethod
     def build(cls, backbone: Arch, options: Mapping[str, Any]) -> Arch:
@@ -118,13 +109,13 @@ class FDSE(Method):
         """The shared part, and every client's erasers."""
         server = super().init_server(models, clients, public)
         own = pick(server["model"], self.own)
-        return {"model": drop(server["model"], self.own), **{slot_of(OWN, client): own for client in clients}}
+        return {"model": drop(server["model"], self.own), **{OWN + client: own for client in clients}}
 
     def broadcast(self, server: Tree, client: str, ctx: Context) -> Tree:
         """The shared part and one's own erasers; for an unseen client the mean of all."""
         if ctx.stage != "unseen":
-            return {"model": {**drop(server["model"], self.private(ctx)), **server[slot_of(OWN, client)]}}
-        mean = uniform_mean(list(slots_of(server, OWN).values()))
+            return {"model": {**drop(server["model"], self.private(ctx)), **server[OWN + client]}}
+        mean = uniform_mean([leaves for slot, leaves in server.items() if slot.startswith(OWN)])
         return {"model": {**server["model"], **mean, **server.get("gifts", {})}}
 
     def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
@@ -140,7 +131,7 @@ class FDSE(Method):
             merged |= weighted_mean([pick(model, learnt) for model in shared], self.weights(ctx))
         own = [pick(model, self.own) for model in models]
         mixed = self._mixed(own) if self.similarity else own
-        erasers = {slot_of(OWN, client): leaves for client, leaves in zip(ups, mixed, strict=True)}
+        erasers = {OWN + client: leaves for client, leaves in zip(ups, mixed, strict=True)}
         return {**server, "model": {**server["model"], **merged}, **erasers}, {}
 
     def _agreed(self, start: Tensors, ends: list[Tensors]) -> Tensors:

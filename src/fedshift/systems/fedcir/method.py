@@ -13,9 +13,9 @@ from fedshift.blocks import gaussians
 from fedshift.blocks.generator import GeneratorMethod, generated, server_seed
 from fedshift.blocks.stochastic_encoder import StochasticMethod
 from fedshift.core import rng
-from fedshift.core.checks import not_negative, positive
 from fedshift.core.context import Context, Phase, ServerContext
 from fedshift.core.method import Batch, Method
+from fedshift.core.options import Count, NonNegative, Positive
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree
 
@@ -46,17 +46,10 @@ class FedCiR(StochasticMethod, GeneratorMethod):
     not stated and ours. The representation has as many dimensions as the backbone's features.
     """
 
-    reg: float = 0.5
-    align: float = 5e-7
-    class_samples: int = 1000
-    floor: float = 1e-3
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        StochasticMethod.__post_init__(self)
-        GeneratorMethod.__post_init__(self)
-        not_negative(reg=self.reg, align=self.align)
-        positive(class_samples=self.class_samples, floor=self.floor)
+    reg: NonNegative = 0.5
+    align: NonNegative = 5e-7
+    class_samples: Count = 1000
+    floor: Positive = 1e-3
 
     def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
         """Cross-entropy of a sample, of a generated representation, and the distance from the class's Gaussian."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -14,12 +14,11 @@ from fedshift.blocks.losses import contrastive
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
 from fedshift.core.batching import batch_sizes
-from fedshift.core.checks import in_unit_interval, not_negative, positive
 from fedshift.core.context import RandomSpec
 from fedshift.core.grad import gradient
+from fedshift.core.options import Count, NonNegative, Positive, Share, Whole, at_least
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tensors, Tree, pick
-from fedshift.errors import UserError
 
 
 @adapter(
@@ -39,22 +38,14 @@ class ContrastiveAdaptation(Adapter):
     digits and office objects; the paper has neither, nor epochs and batch.
     """
 
-    temperature: float = 0.5
-    lr: float = 1e-2
-    epochs: int = 1
-    batch_size: int = 32
+    temperature: Positive = 0.5
+    lr: NonNegative = 1e-2
+    epochs: Count = 1
+    batch_size: Annotated[Whole, at_least(2, "one image has none to differ from")] = 32
     mode: Literal["offline", "online"] = "offline"
     flip: bool = True
-    crop: float = 0.2  # a view shows at least this share of the image
-    colour: float = 1.0  # how much a view's colours change; 0 leaves them alone
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        positive(temperature=self.temperature, epochs=self.epochs, crop=self.crop)
-        in_unit_interval(crop=self.crop)
-        not_negative(lr=self.lr, colour=self.colour)
-        if self.batch_size < 2:
-            raise UserError(f"batch-size must be at least 2, not {self.batch_size}: one image has none to differ from")
+    crop: Share = 0.2  # a view shows at least this share of the image
+    colour: NonNegative = 1.0  # how much a view's colours change; 0 leaves them alone
 
     @property
     def fits(self) -> bool:

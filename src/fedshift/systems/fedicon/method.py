@@ -12,9 +12,9 @@ from torch import Tensor
 from fedshift.blocks import views as augment
 from fedshift.blocks.descriptors import DescribedMethod
 from fedshift.blocks.losses import contrastive
-from fedshift.core.checks import in_unit_interval, not_negative, positive
 from fedshift.core.context import ClientInfo, Context, Phase, RandomSpec, ServerContext
 from fedshift.core.method import Batch
+from fedshift.core.options import NonNegative, NonNegativeInt, Positive, Share
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, drop, pick
 from fedshift.systems.fedicon import projection
@@ -48,31 +48,19 @@ class FedICON(DescribedMethod):
     """
 
     supervised: bool = True
-    temperature: float = 0.1
+    temperature: Positive = 0.1
     share: bool = True
-    head_rounds: int = 10
-    head_epochs: int = 5
-    personal_epochs: int = 5
-    head_lr: float = 1.0  # features are small, because the contrast does not see their length
+    head_rounds: NonNegativeInt = 10
+    head_epochs: NonNegativeInt = 5
+    personal_epochs: NonNegativeInt = 5
+    head_lr: NonNegative = 1.0  # features are small, because the contrast does not see their length
     flip: bool = True
-    crop: float = 0.2  # a view shows at least this share of the image
-    colour: float = 1.0  # how much a view's colours change; 0 leaves them alone
+    crop: Share = 0.2  # a view shows at least this share of the image
+    colour: NonNegative = 1.0  # how much a view's colours change; 0 leaves them alone
     projection: bool = False  # contrast behind two more layers, which are thrown away afterwards
 
     personal: ClassVar[bool] = True
     linear: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        positive(temperature=self.temperature, crop=self.crop)
-        in_unit_interval(crop=self.crop)
-        not_negative(
-            head_rounds=self.head_rounds,
-            head_epochs=self.head_epochs,
-            personal_epochs=self.personal_epochs,
-            head_lr=self.head_lr,
-            colour=self.colour,
-        )
 
     @property
     def extra_rounds(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedshift.blocks.head_mixing import entropy_slope, moving_average, search_weight
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
-from fedshift.core.checks import in_unit_interval, not_negative
+from fedshift.core.options import NonNegative, NonNegativeInt, UnitInterval
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tree
 
@@ -40,22 +40,17 @@ class HeadEnsemble(Adapter):
     ``e``: this weight for every sample, no search. CCT wants ``lr = 0.01``.
     """
 
-    alpha: float = 0.1
-    beta: float = 0.3
-    lr: float = 0.1
-    steps: int = 20
+    alpha: UnitInterval = 0.1
+    beta: UnitInterval = 0.3
+    lr: NonNegative = 0.1
+    steps: NonNegativeInt = 20
     weighting: Literal["similarity", "em", "fa", "half"] = "similarity"
     history: bool = True
-    batch_size: int = 0
-    e: float | None = None
+    batch_size: NonNegativeInt = 0
+    e: UnitInterval | None = None
 
     requires: ClassVar[frozenset[str]] = frozenset({"model", "generic", "descriptors"})
     telemetry: ClassVar[tuple[str, ...]] = ("e",)
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        in_unit_interval(alpha=self.alpha, beta=self.beta, e=self.e)
-        not_negative(lr=self.lr, steps=self.steps, batch_size=self.batch_size)
 
     def slots(self) -> frozenset[str]:
         """Entropy alone and fixed weights do without descriptors."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from fedshift.blocks import augmix
 from fedshift.blocks.per_sample_tuning import tuned_on_views
 from fedshift.core.arch import Output
-from fedshift.core.checks import not_negative, positive
 from fedshift.core.context import RandomSpec
+from fedshift.core.options import Count, NonNegative, NonNegativeInt
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tensors, Tree
 from fedshift.systems.fedthe.adapter import HeadEnsemble
@@ -29,18 +29,12 @@ class TunedHeadEnsemble(HeadEnsemble):
     mirror changes (digits).
     """
 
-    views: int = 16
-    tune_steps: int = 3
-    tune_lr: float = 5e-4
+    views: Count = 16
+    tune_steps: NonNegativeInt = 3
+    tune_lr: NonNegative = 5e-4
     flip: bool = True
 
     stackable: ClassVar[bool] = False  # views are made by sorting them, and samples are stacked already
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        super().__post_init__()
-        not_negative(tune_steps=self.tune_steps, tune_lr=self.tune_lr)
-        positive(views=self.views)
 
     def draws(self) -> dict[str, RandomSpec]:
         """New views for every step."""

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from fedshift.blocks.descriptors import DescribedMethod
-from fedshift.core.checks import not_negative
+from fedshift.blocks.losses import balanced_softmax
 from fedshift.core.context import ClientInfo, Context, Phase
 from fedshift.core.method import Batch
+from fedshift.core.options import NonNegative, NonNegativeInt
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, drop, pick
 
@@ -41,16 +42,12 @@ class FedTHE(DescribedMethod):
     """
 
     balanced: bool = True
-    personal_epochs: int = 1
-    personal_lr: float | None = None  # default: [train] lr
+    personal_epochs: NonNegativeInt = 1
+    personal_lr: NonNegative | None = None  # default: [train] lr
     sync_descriptors: bool = True
 
     personal: ClassVar[bool] = True
     linear: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        not_negative(personal_epochs=self.personal_epochs, personal_lr=self.personal_lr)
 
     def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """Generic training, then what is done for oneself."""
@@ -78,7 +75,8 @@ class FedTHE(DescribedMethod):
         """BalancedSoftmax for the model that is shared, plain cross-entropy for the private head."""
         if phase.slot == "personal" or not self.balanced:
             return super().loss(state, tensors, batch, phase)
-        return self.balanced_loss(state, tensors, batch, phase)
+        output = self.outputs(tensors, batch, phase)
+        return balanced_softmax(output.logits, batch["y"], state["now"]["histogram"]), output.buffers
 
     def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:
         """Model and descriptor go up; head and descriptor stay."""

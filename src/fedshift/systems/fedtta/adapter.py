@@ -14,8 +14,8 @@ from fedshift.blocks.inner_step import stepped
 from fedshift.blocks.losses import entropy
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
-from fedshift.core.checks import not_negative, positive
 from fedshift.core.grad import gradient
+from fedshift.core.options import Count, NonNegative, Positive
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tensors, Tree, pick, zeros_like
 from fedshift.systems.fedtta.learned_loss import RATE, SLOT, norms
@@ -48,21 +48,16 @@ class LearnedAdaptation(Adapter):
     Told of every prediction: ``uncertainty``, its entropy over that of a guess.
     """
 
-    steps: int = 1
-    lr: float | None = None
-    weight_decay: float = 1e-4
-    clip: float = 10.0
-    batch_size: int = 64
-    patience: int = 1
+    steps: Count = 1
+    lr: NonNegative | None = None
+    weight_decay: NonNegative = 1e-4
+    clip: Positive = 10.0
+    batch_size: Count = 64
+    patience: Count = 1
     include_initial: bool = False
 
     requires: ClassVar[frozenset[str]] = frozenset({"model", SLOT})
     telemetry: ClassVar[tuple[str, ...]] = ("uncertainty",)
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        positive(steps=self.steps, clip=self.clip, batch_size=self.batch_size, patience=self.patience)
-        not_negative(lr=self.lr, weight_decay=self.weight_decay)
 
     def fit(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> Tree:
         """Step, and keep the state whose predictions are surest."""

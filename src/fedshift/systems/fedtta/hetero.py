@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fedshift.blocks.logit_exchange import AdaptedExchange, LogitExchange, divergence
 from fedshift.blocks.losses import entropy
-from fedshift.core.checks import not_negative
 from fedshift.core.context import ClientInfo, Context, Phase
 from fedshift.core.method import Batch
+from fedshift.core.options import NonNegative
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick
 from fedshift.errors import UserError
@@ -47,15 +47,13 @@ class HeteroFedTTA(AdaptedExchange, FedTTA):
     with more steps. At the end the inner rate of the last round comes with the tables, one number.
     """
 
-    lam: float = 0.8
+    lam: NonNegative = 0.8
 
     ensembles: ClassVar[tuple[str, ...]] = ("base", "personal")
 
     def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        LogitExchange.__post_init__(self)
-        FedTTA.__post_init__(self)
-        not_negative(lam=self.lam)
+        """Refuse a term that has no meaning here."""
+        super().__post_init__()
         if self.mu:
             raise UserError("mu must be 0, because nobody receives a model to stay close to")
 

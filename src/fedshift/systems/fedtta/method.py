@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.blocks.inner_step import stepped
-from fedshift.core.checks import not_negative, positive
 from fedshift.core.context import Context, Phase
 from fedshift.core.grad import gradient
 from fedshift.core.method import Batch, Method
 from fedshift.core.optim import SGD, clip_by_norm
+from fedshift.core.options import BelowOne, NonNegative, Positive
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, drop, pick
 from fedshift.systems.fedtta.learned_loss import NAMES, RATE, SLOT, fresh, norms
@@ -49,22 +49,15 @@ class FedTTA(Method):
     the running ones. Right after one more local round (``[evaluate] after-local``) the deployed rate is that of round one.
     """
 
-    mu: float = 0.0
-    inner_lr: float = 0.5
-    inner_weight_decay: float = 1e-4
-    loss_lr: float = 0.005
-    loss_momentum: float = 0.9
-    clip: float = 10.0  # the norm of each of the two gradients
+    mu: NonNegative = 0.0
+    inner_lr: NonNegative = 0.5
+    inner_weight_decay: NonNegative = 1e-4
+    loss_lr: NonNegative = 0.005
+    loss_momentum: BelowOne = 0.9
+    clip: Positive = 10.0  # the norm of each of the two gradients
 
     linear: ClassVar[bool] = True
     provides: ClassVar[frozenset[str]] = frozenset({"model", SLOT})
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        not_negative(mu=self.mu, inner_lr=self.inner_lr, inner_weight_decay=self.inner_weight_decay)
-        not_negative(loss_lr=self.loss_lr, loss_momentum=self.loss_momentum)
-        positive(clip=self.clip)
-        self._loss_rule()
 
     def _loss_rule(self) -> SGD:
         return SGD(self.loss_lr, self.loss_momentum, self.train.weight_decay)
