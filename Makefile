@@ -5,18 +5,29 @@ INSTALLED := .venv/.installed
 # for machines that can fetch nothing: a folder of unpacked wheels beside what their Python has
 WHEELS ?= .wheels
 
-.PHONY: demo test test-all gpu gpu-speed lint format clean
+.PHONY: demo quick test test-system test-grid test-all gpu gpu-speed lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/fedshift run
 
+# while one writes: the contract, one method of each family, the sequential engine
+quick: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n auto --tier quick
+
+# everything that needs no other process
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n auto
 	$(BIN)/python -m pytest -q --doctest-modules src/fedshift
 
-test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n auto --long
-	$(BIN)/python -m pytest -q --doctest-modules src/fedshift
+# real processes: killed runs, worker pools, scripts, the installed wheel
+test-system: $(INSTALLED)
+	$(BIN)/python -m pytest -q --tier system
+
+# every case of every grid
+test-grid: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n auto --tier grid
+
+test-all: test test-system test-grid
 
 # what CI cannot check; takes any Python that has torch, and installs nothing
 gpu:

@@ -84,7 +84,7 @@ def search_alone(method: FedTHE, tree: Tree, samples: Samples, device: torch.dev
     with torch.no_grad():
         parts = [method.predict(tree, part) for part in x.split(512)]
     done = Output(torch.cat([part.logits for part in parts]), torch.cat([part.features for part in parts]), {}, {})
-    adapter = ADAPTERS["the"].make(arch=method.arch, forward=lambda *_: done)
+    adapter = ADAPTERS["the"].make(arch=method.arch, predict_with=lambda *_: done)
 
     def go() -> None:
         with torch.no_grad():

@@ -19,13 +19,12 @@ from fedshift.blocks import gaussians
 from fedshift.core import rng
 from fedshift.core.context import Phase
 from fedshift.core.tree import pick
-from fedshift.engines.auto import device_for, engine_for
-from fedshift.engines.base import Compute
+from fedshift.engines.auto import compute_for, engine_for
 from fedshift.engines.reference import pixels
 from fedshift.engines.torch_flags import steady
 from fedshift.experiment.schema import Experiment
 from fedshift.runs.session import Session
-from fedshift.runs.setup import PRECISIONS, make_setup, make_task
+from fedshift.runs.setup import make_setup, make_task
 
 WEIGHTS = (5e-7, 5e-6, 5e-5, 5e-4)
 
@@ -39,16 +38,16 @@ def main(
 ) -> None:
     experiment = Experiment.load(preset, overrides=[*(change or []), f"rounds={rounds}"])
     spec = next(spec for spec in experiment.method if spec.title == "FedCiR")
-    compute = Compute(device_for(device), PRECISIONS[experiment.precision])
+    compute = compute_for(device, experiment.precision)
     seed = experiment.seeds[0]
     task = make_task(experiment, seed)
     method = (setup := make_setup(experiment, spec, task)).method
-    with steady(experiment.precision == "fast"):
+    with steady(compute.tf32):
         _, engine = engine_for("auto", compute, method.arch.has_convolution, len(task.clients))
-        federation = Session(setup, task, engine, compute, seed, rounds)
-        state = federation.start()
+        session = Session(setup, task, engine, compute, seed, rounds)
+        state = session.start()
         for _ in range(rounds):
-            state, _ = federation.step(state)
+            state, _ = session.step(state)
         engine.close()
     model, table = state.server["model"], state.server["gaussians"]
     low, high = float(table["deviation"].min()), float(table["deviation"].max())

@@ -84,12 +84,12 @@ def slopes(layer: Layer, convolution: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def main() -> None:
-    if not trilinear.has_kernels(torch.device("cuda"), torch.float32):
+    if not trilinear.works(torch.device("cuda")):
         sys.exit("Kernels of our own do not run here: they need Triton and a GPU with TF32.")
     print(f"{'layer':<26}" + "".join(f"{name:>10}" for name in convolutions.WAYS) + f"{'ratio':>7}  taken")
     for layer in LAYERS:
         stride, padding = (layer.stride, layer.stride), (layer.padding, layer.padding)
-        with steady(fast=True):
+        with steady(tf32=True):
             ways = {name: partial(way, stride=stride, padding=padding) for name, way in convolutions.WAYS.items()}
             found = {name: milliseconds(slopes(layer, way)) for name, way in ways.items()}
         images = (layer.batch, layer.channels, layer.side, layer.side)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from fedshift.core.arch import Arch
-from fedshift.core.context import Context
+from fedshift.core.context import Context, ServerContext
 from fedshift.core.method import Method, Train
 from fedshift.core.tree import Tree, map_tree
 from fedshift.data.task import Client, Task
@@ -28,7 +28,8 @@ from fedshift.methods.fedbn import FedBN
 from fedshift.models.alexnet import AlexNet
 from fedshift.systems.fdse.method import FDSE
 
-NOW = Context(round=1, rounds=10, clients=4)
+CTX = Context(round=1, rounds=10, clients=4)
+NO_PUBLIC = torch.zeros(0, dtype=torch.int64)
 
 
 def network(side: int) -> Arch:
@@ -55,20 +56,20 @@ def server(clients: int) -> float:
     """Seconds of one aggregation."""
     made = method(FDSE, 128)
     names = tuple(f"client-{k}" for k in range(clients))
-    state = made.init_server({"alexnet": made.arch.init(0)}, names)
+    state = made.init_server({"alexnet": made.arch.init(0)}, names, NO_PUBLIC)
     ups: dict[str, Tree] = {}
     for k, name in enumerate(names):
         generator = torch.Generator().manual_seed(k)
-        down = made.broadcast(state, name, NOW)
+        down = made.broadcast(state, name, CTX)
         ups[name] = map_tree(
             lambda leaf, g=generator: (
                 leaf + 0.01 * torch.randn(leaf.shape, generator=g) if leaf.is_floating_point() else leaf
             ),
             down,
         )
-    now = {"samples": torch.full((clients,), 100.0), "clients": torch.tensor(float(clients))}
+    ctx = ServerContext(CTX.round, CTX.rounds, clients, samples=torch.full((clients,), 100.0), seed=0)
     started = time.perf_counter()
-    made.aggregate(state, ups, now, {})
+    made.aggregate(state, ups, ctx)
     return time.perf_counter() - started
 
 
@@ -76,15 +77,15 @@ def rounds(made: Method, data: Task, engine: Sequential | Vmapped, device: torch
     """A function that trains one round and gives its seconds for each step."""
     names = tuple(client.name for client in data.clients)
     initial = {k: v.to(device) for k, v in made.arch.init(0).items()}
-    state = made.init_server({"alexnet": initial}, names)
-    downs = {name: made.broadcast(state, name, NOW) for name in names}
-    home = {name: initial[name] for name in made.private(NOW)}
+    state = made.init_server({"alexnet": initial}, names, NO_PUBLIC)
+    downs = {name: made.broadcast(state, name, CTX) for name in names}
+    home = {name: initial[name] for name in made.private(CTX)}
     locals: dict[str, Tree] = {name: {"model": home} if home else {} for name in names}
     steps = -(-len(data.clients[0].train) // made.train.batch_size)
 
     def go() -> float:
         started = time.perf_counter()
-        engine.train(made, downs, locals, data, Plan(made.phases(NOW), NOW, 0))
+        engine.train(made, downs, locals, data, Plan(made.phases(CTX), CTX, 0))
         if device.type == "cuda":
             torch.cuda.synchronize()
         return (time.perf_counter() - started) / steps

@@ -38,7 +38,7 @@ WORKERS = 8  # of pytest, where it can have some
 TAIL = 60  # lines shown of what failed
 
 # Both convolutions of this network are for kernels of our own.
-FAST = ["data.size=12", "model.name=cnn", "model.width=32", "precision=fast"]
+FAST = ["data.size=12", "model.name=cnn", "model.width=32", "precision=tf32"]
 KILLED_AFTER = 8  # lines of metrics.jsonl
 
 # ``fedshift run`` with somebody listening to Triton's compiler; what was heard goes to a file.
@@ -164,9 +164,9 @@ def kernels() -> str:
 def ratios() -> str:
     """Stacked clients in TF32 against one pooled model and against the loop."""
     device = torch.device("cuda")
-    compute = Compute(device)
+    compute = Compute(device, tf32=True)
     stated, missed = [], False
-    with steady(fast=True):
+    with steady(tf32=True):
         for clients in POOLED_FLOOR:
             samples, epochs = 896, 5
             engine = Vmapped(compute)

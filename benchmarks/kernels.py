@@ -16,21 +16,20 @@ import typer
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from fedshift.engines.auto import device_for, engine_for
-from fedshift.engines.base import Compute
+from fedshift.engines.auto import compute_for, engine_for
 from fedshift.engines.torch_flags import steady
 from fedshift.experiment.schema import Experiment
 from fedshift.runs.flops import count
 from fedshift.runs.session import Session
-from fedshift.runs.setup import PRECISIONS, make_setup, make_task
+from fedshift.runs.setup import make_setup, make_task
 from fedshift.store.state import State
 
 
-def timed(federation: Session, state: State) -> tuple[State, float]:
+def timed(session: Session, state: State) -> tuple[State, float]:
     """A round, and its seconds once the device has done everything."""
     began = time.perf_counter()
-    state, _ = federation.step(state)
-    if federation.compute.device.type == "cuda":
+    state, _ = session.step(state)
+    if session.compute.device.type == "cuda":
         torch.cuda.synchronize()
     return state, time.perf_counter() - began
 
@@ -44,21 +43,21 @@ def main(
 ) -> None:
     experiment = Experiment.load(preset, overrides=change or [])
     spec = next(spec for spec in experiment.method if spec.title == method)
-    compute = Compute(device_for(device), PRECISIONS[experiment.precision])
+    compute = compute_for(device, experiment.precision)
     task = make_task(experiment, experiment.seeds[0])
     setup = make_setup(experiment, spec, task)
     on_gpu = compute.device.type == "cuda"
-    with steady(experiment.precision == "fast"):
+    with steady(compute.tf32):
         name, engine = engine_for("vmapped" if on_gpu else "sequential", compute, True, len(task.clients))
-        federation = Session(setup, task, engine, compute, experiment.seeds[0], experiment.rounds)
-        costs = count(federation, 3)
-        state = federation.start()
+        session = Session(setup, task, engine, compute, experiment.seeds[0], experiment.rounds)
+        costs = count(session, 3)
+        state = session.start()
         for _ in range(2):
-            state, _ = timed(federation, state)
-        state, plain = timed(federation, state)
+            state, _ = timed(session, state)
+        state, plain = timed(session, state)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         with profile(activities=activities) as found:
-            _, watched = timed(federation, state)
+            _, watched = timed(session, state)
         engine.close()
     kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
     events = [event for event in found.key_averages() if event.device_type == kind]

@@ -61,12 +61,12 @@ def make_method(epochs: int) -> FedAvg:
 
 
 def one_round(engine: object, method: FedAvg, task: Task, device: torch.device) -> Callable[[], None]:
-    now = Context(0, 1, len(task.clients))
+    ctx = Context(0, 1, len(task.clients))
     model = {name: leaf.to(device) for name, leaf in method.arch.init(0).items()}
     downs = {client.name: {"model": model} for client in task.clients}
 
     def go() -> None:
-        engine.train(method, downs, {}, task, Plan(method.phases(now), now, seed=0))  # type: ignore[attr-defined]
+        engine.train(method, downs, {}, task, Plan(method.phases(ctx), ctx, seed=0))  # type: ignore[attr-defined]
         if device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -129,7 +129,7 @@ def pooled_rate(clients: int, steps: int, compiled: bool) -> float:
 def gpu(tf32: bool = False) -> None:
     torch.set_num_threads(1)
     device = torch.device("cuda")
-    compute = Compute(device)
+    compute = Compute(device, tf32=tf32)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "TF32" if tf32 else "fp32")
     print(f"{'clients':>8} {'engine':<22} {'samples/s':>11} {'x sequential':>13} {'of pooled':>10}")
@@ -231,7 +231,7 @@ def clients() -> None:
     print(f"{count:,} clients of 20 samples: task made in {time.perf_counter() - started:.2f} s")
     method = make_method(1)
     for share in (0.005, 0.01, 0.02, 0.04):
-        federation = Session(
+        session = Session(
             Setup(MethodSpec(name="fedavg"), {"cnn": method}, method.train),
             task,
             Sequential(),
@@ -240,11 +240,11 @@ def clients() -> None:
             100,
             share,
         )
-        state = federation.start()
+        state = session.start()
         times, gaps = [], []
         for _ in range(3):
             began = time.perf_counter()
-            state, report = federation.step(state)
+            state, report = session.step(state)
             times.append(time.perf_counter() - began)
             gaps.append(times[-1] - report.seconds)
         each = statistics.median(times) / report.participants

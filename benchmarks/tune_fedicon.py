@@ -32,22 +32,24 @@ def numbers(text: str) -> list[float]:
 
 def trained(experiment: Experiment, setup: Setup, task: Task, engine: Engine, compute: Compute) -> State:
     """The encoder after the experiment's rounds."""
-    federation = Session(setup, task, engine, compute, experiment.seeds[0], experiment.rounds)
-    state = federation.start()
+    session = Session(setup, task, engine, compute, experiment.seeds[0], experiment.rounds)
+    state = session.start()
     while state.round < experiment.rounds:
-        state, report = federation.step(state)
+        state, report = session.step(state)
     print(f"    contrastive loss of the last round {report.loss:.3f}", flush=True)
     return state
 
 
-def accuracies(federation: Session, state: State, spec: AdapterSpec) -> tuple[float, float]:
+def accuracies(session: Session, state: State, spec: AdapterSpec) -> tuple[float, float]:
     """Uniform means over the clients, clean and corrupted."""
-    setup = federation.setup
-    scores = federation.evaluate(setup.adapters(spec), federation.deploy(state).trained(), ["original", "corrupted"])
+    setup = session.setup
+    scores = session.evaluate(setup.adapters(spec), session.deploy(state).trained(), ["original", "corrupted"])
     clean, corrupted = (
-        summarise({client: score for (client, part), score in scores.items() if part == name}).avg
+        summarise({client: score for (client, part), score in scores.items() if part == name}).client_mean
         for name in ("original", "corrupted")
     )
+    assert clean is not None
+    assert corrupted is not None  # every client has test images
     return clean, corrupted
 
 
@@ -100,14 +102,14 @@ def main(
             best: tuple[float, Session, State] | None = None
             for head_rate in numbers(head_rates):
                 setup = make_setup(experiment, MethodSpec(**{**base.model_dump(), "head_lr": head_rate}), task)
-                federation = Session(setup, task, engine, compute, 0, experiment.rounds)
+                session = Session(setup, task, engine, compute, 0, experiment.rounds)
                 state = replace(encoder)
                 while state.round < experiment.rounds + setup.method.extra_rounds:
-                    state, _ = federation.step(state)
-                clean, corrupted = accuracies(federation, state, AdapterSpec(name="none"))
+                    state, _ = session.step(state)
+                clean, corrupted = accuracies(session, state, AdapterSpec(name="none"))
                 print(f"    head rate {head_rate:g}: clean {clean:.2f} corrupted {corrupted:.2f}", flush=True)
                 if best is None or corrupted > best[0]:
-                    best = (corrupted, federation, state)
+                    best = (corrupted, session, state)
             assert best is not None
             for tau, step, epochs in adaptations:
                 spec = AdapterSpec(name="fedicon", temperature=tau, lr=step, epochs=int(epochs), **views)

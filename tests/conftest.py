@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,16 +21,58 @@ from fedshift.models.mlp import MLP
 torch.set_num_threads(1)
 
 
+# What runs when. A test without a mark is in-process and belongs to `make test`; `system` is real processes, `grid` every
+# case of a grid of which `make test` has some.
+TIERS = ("quick", "test", "system", "grid", "all")
+QUICK_METHODS = ("fedavg", "scaffold", "fedbn", "finetune", "fedthe", "fedicon", "fedcir", "fedtta", "fdse", "fedmd")
+QUICK = (
+    "core",
+    "blocks",
+    "store",
+    "experiment/test_extends.py",
+    "test_imports.py",
+    "test_engines_agree.py",
+    "test_pairs.py",
+)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="also run the long tier")
+    parser.addoption("--tier", choices=TIERS, default="test", help="quick, test (in-process), system, grid or all")
+    parser.addoption("--shard", default="", help="K/N: every N-th test, beginning with the K-th (from 1)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--long"):
-        return
+    tier = config.getoption("--tier")
+    named = [arg for arg in config.args if "::" in arg]  # whoever names a test wants it
+    kept, other = [], []
     for item in items:
-        if "long" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="long tier: make test-all"))
+        marks = {mark for mark in ("system", "grid") if mark in item.keywords}
+        tiers = {
+            "quick": not marks and _quick(item),
+            "test": not marks,
+            "system": marks == {"system"},
+            "grid": "grid" in marks,
+            "all": True,
+        }
+        wanted = bool(named) or tiers[tier]
+        (kept if wanted else other).append(item)
+    if shard := config.getoption("--shard"):
+        number, count = map(int, shard.split("/"))
+        other += [item for k, item in enumerate(kept) if k % count != number - 1]
+        kept = kept[number - 1 :: count]
+    if other:
+        config.hook.pytest_deselected(items=other)
+        items[:] = kept
+
+
+def _quick(item: pytest.Item) -> bool:
+    """The contract, one method of each family, the sequential engine: what one runs while one writes."""
+    place = item.path.relative_to(Path(__file__).parent).as_posix()
+    if not place.startswith(QUICK):
+        return False
+    parameters = getattr(item, "callspec", None)
+    method = None if parameters is None else parameters.params.get("name", parameters.params.get("method_name"))
+    return method is None or method in QUICK_METHODS
 
 
 @pytest.fixture(scope="session", autouse=True)

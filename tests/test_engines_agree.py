@@ -193,7 +193,7 @@ def test_small_cohorts_equal_one_large_one() -> None:
 class Everything(Method):
     """Uses the hooks no shipped method uses yet: draws, a fold, cached features, two optimisers, validation data."""
 
-    def phases(self, now):
+    def phases(self, ctx):
         from fedshift.core.optim import SGD, Adam
 
         head = self.arch.head
@@ -228,9 +228,10 @@ class Everything(Method):
         up, kept = super().finish(state, down, local)
         return {**up, "sum": state["sum"]}, kept
 
-    def aggregate(self, server, ups, now, draws):
+    def aggregate(self, server, ups, ctx):
         total = torch.stack([up["sum"]["features"] for up in ups.values()]).sum(0)
-        return {**super().aggregate(server, ups, now, draws), "descriptor": {"h": total}}
+        after, metrics = super().aggregate(server, ups, ctx)
+        return {**after, "descriptor": {"h": total}}, metrics
 
 
 def test_hooks_of_later_methods_agree(parallel: Parallel) -> None:
@@ -246,16 +247,16 @@ def test_hooks_of_later_methods_agree(parallel: Parallel) -> None:
 class LogitExchange(Method):
     """Clients of different architectures that share only logits on public data (a FedMD shape)."""
 
-    def private(self, now):
+    def private(self, ctx):
         return self.arch.encoder | self.arch.head
 
-    def init_server(self, models, clients):
+    def init_server(self, models, clients, public):
         return {"consensus": {"logits": torch.zeros(6, 4, dtype=torch.float64)}}
 
-    def broadcast(self, server, client, now):
+    def broadcast(self, server, client, ctx):
         return {"model": {}, "consensus": server["consensus"]}
 
-    def phases(self, now):
+    def phases(self, ctx):
         return (Phase(), Phase(name="communicate", kind="fold", data="public"))
 
     def begin(self, down, local):
@@ -267,9 +268,9 @@ class LogitExchange(Method):
     def finish(self, state, down, local):
         return {"logits": state["logits"]}, super().finish(state, down, local)[1]
 
-    def aggregate(self, server, ups, now, draws):
+    def aggregate(self, server, ups, ctx):
         mean = torch.stack([up["logits"]["public"] for up in ups.values()]).mean(0)
-        return {"consensus": {"logits": mean}}
+        return {"consensus": {"logits": mean}}, {}
 
 
 def test_several_architectures_in_one_round(parallel: Parallel) -> None:
@@ -299,7 +300,7 @@ def test_one_architecture_only_for_methods_that_average() -> None:
     from fedshift.errors import UserError
 
     with pytest.raises(UserError, match="one architecture"):
-        make("fedavg", False).init_server({"a": {}, "b": {}}, ())  # type: ignore[union-attr]
+        make("fedavg", False).init_server({"a": {}, "b": {}}, (), torch.zeros(0, dtype=torch.int64))  # type: ignore[union-attr]
 
 
 def test_parallel_from_a_script_without_a_main_guard(tmp_path) -> None:

@@ -58,7 +58,7 @@ def declared(method_name: str, adapter_name: str, net: str) -> str | None:
 
 @cache
 def federated(method_name: str, net: str) -> tuple[Session, dict[str, Tree], dict[str, Tree]]:
-    """One round, and what its clients and a newcomer serve with."""
+    """One round, and what its clients and an unseen one serve with."""
     setup = make_setup(Experiment(), MethodSpec(name=method_name), TASK, NETWORKS[net])
     federation = Session(setup, TASK, Sequential(DOUBLE), DOUBLE, seed=0, rounds=1)
     state, report = federation.step(federation.start())
@@ -84,12 +84,12 @@ def test_a_pair_runs_or_says_what_is_missing(method_name: str, adapter_name: str
         assert str(said.value) == reason
         return
     setup = make_setup(Experiment(), spec, TASK, NETWORKS[net])
-    federation, deployed, newcomers = federated(method_name, net)
+    federation, deployed, unseen = federated(method_name, net)
     adapter = setup.adapter(spec.adapters[0], setup.method)
     assert set(deployed) == {client.name for client in TASK.clients}
-    assert set(newcomers) <= {client.name for client in TASK.unseen}
-    scores = federation.evaluate({next(iter(setup.methods)): adapter}, {**deployed, **newcomers}, ["test"])
-    assert {name for name, _ in scores} == set(deployed) | set(newcomers)
+    assert set(unseen) <= {client.name for client in TASK.unseen}
+    scores = federation.evaluate({next(iter(setup.methods)): adapter}, {**deployed, **unseen}, ["test"])
+    assert {name for name, _ in scores} == set(deployed) | set(unseen)
     for (name, _), score in scores.items():
         assert score.samples == len(TASK.client(name).test)
         assert 0 <= score.correct <= score.samples
@@ -97,16 +97,16 @@ def test_a_pair_runs_or_says_what_is_missing(method_name: str, adapter_name: str
 
 
 @pytest.mark.parametrize(("method_name", "net"), [(m, n) for m in METHODS for n in NETWORKS])
-def test_a_method_deploys_what_it_declares(method_name: str, net: str) -> None:
-    """Every declared slot is there, and forward needs no other: an adapter is promised nothing else."""
+def test_a_method_provides_what_it_declares(method_name: str, net: str) -> None:
+    """Every declared slot is there, and prediction needs no other: an adapter is promised nothing else."""
     cls = METHODS[method_name].make
     reason = missing_for_method(method_name, cls.requires, cls.build(Arch.of(NETWORKS[net], (3, 8, 8)), {}))
     if reason is not None:
         assert cls.requires - HAS[net], reason
         return
-    federation, deployed, newcomers = federated(method_name, net)
+    federation, deployed, unseen = federated(method_name, net)
     method = federation.setup.method
-    for tree in (*deployed.values(), *newcomers.values()):
+    for tree in (*deployed.values(), *unseen.values()):
         assert method.provides <= set(tree)
         promised = {slot: tree[slot] for slot in method.provides}
         assert set(promised["model"]) == {*method.arch.parameters, *method.arch.buffers}
@@ -121,7 +121,7 @@ def test_needs_of_methods_and_adapters_are_words_that_have_a_meaning() -> None:
         assert "model" in entry.make.provides, name
     for name, other in ADAPTERS.items():
         assert other.make.requires_arch <= known, name
-        assert other.make.requires <= slots, f"no method deploys what adapter {name} needs"
+        assert other.make.requires <= slots, f"no method provides what adapter {name} needs"
 
 
 def test_the_printed_grid_is_the_declared_one() -> None:
@@ -135,7 +135,7 @@ def test_the_printed_grid_is_the_declared_one() -> None:
 
 @pytest.fixture
 def plugins() -> Iterator[None]:
-    """A method that deploys a descriptor, and an adapter that needs one; gone afterwards."""
+    """A method that provides a descriptor, and an adapter that requires one; gone afterwards."""
 
     @fedshift.method("described", paper="a test")
     @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def plugins() -> Iterator[None]:
         requires: ClassVar[frozenset[str]] = frozenset({"model", "descriptor"})
 
         def predict(self, state, x, draws):  # type: ignore[no-untyped-def]
-            output = self.forward(state, x)
+            output = self.predict_with(state, x)
             return output._replace(logits=output.logits + state["descriptor"]["h"]), state
 
     yield

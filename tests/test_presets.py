@@ -31,7 +31,7 @@ NAMES = [name for name in presets() if name != "default"]
 # FedCiR's figures with many clients
 SKEWED = [n for n in NAMES if n.startswith(("fedcir-clients", "fedcir-dirichlet", "fedcir-participation"))]
 
-# clients that train and clients nobody has seen, at full scale on the generated files
+# clients that train and unseen clients, at full scale on the generated files
 POPULATIONS = {
     **dict.fromkeys([n for n in NAMES if n.startswith("brfl")], (20, 0)),
     "brfl-100": (100, 0),
@@ -261,27 +261,28 @@ def test_two_rounds_of_fedavg(name: str, data: Path, tmp_path: Path) -> None:
     (row,) = result.rows
     kind = "personal" if row.method == "fedmd" else "global"
     assert (row.method, row.adapter) == (experiment.method[0].name, "none")
-    strangers = [c.name for c in task.unseen]
+    unseen = [c.name for c in task.unseen]
     for stream in task.streams.values():
         scored = [name for name, index in stream.index.items() if len(index)]
         for population, count in (
-            ("clients", len(set(scored) - set(strangers))),
-            ("unseen", len(set(scored) & set(strangers))),
+            ("clients", len(set(scored) - set(unseen))),
+            ("unseen", len(set(scored) & set(unseen))),
         ):
-            if population == "unseen" and not strangers:
+            if population == "unseen" and not unseen:
                 continue
-            (numbers,) = row.values["last", f"{kind}/{stream.name}/{population}"]
-            assert numbers["clients"] == count
+            (numbers,) = row.scores(f"{kind}/{stream.name}/{population}", "last")
+            summary = numbers.summary
+            assert summary.clients == count
             if count:
-                assert 0 <= numbers["worst"] <= numbers["avg"] <= 100
-                assert 0 <= numbers["all"] <= 100
-                assert math.isfinite(numbers["loss"])
-    assert ("last", "after-local/original/clients") in row.values or name != "office-personal"
+                assert 0 <= summary.worst10 <= summary.client_mean <= 100  # type: ignore[operator]
+                assert 0 <= summary.pooled <= 100  # type: ignore[operator]
+                assert math.isfinite(summary.loss)  # type: ignore[arg-type]
+    assert row.scores("after-local/original/clients", "last") or name != "office-personal"
     lines = [line for line in (result.folders[0] / "metrics.jsonl").read_text().splitlines() if "train/loss" in line]
     assert len(lines) == 2
 
 
-@pytest.mark.parametrize("name", ["new-clients-mnist", pytest.param("mixed-models", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["new-clients-mnist", pytest.param("mixed-models", marks=pytest.mark.grid)])
 def test_every_row_of_fedttas_tables_runs(name: str, data: Path, tmp_path: Path) -> None:
     """All methods and adapters with the settings that are written down, in steps of four images."""
     short = ["rounds=2", "evaluate.every=0", "train.local-steps=1", "train.batch-size=4", "sweep={}", "seeds=[0]"]
@@ -291,9 +292,10 @@ def test_every_row_of_fedttas_tables_runs(name: str, data: Path, tmp_path: Path)
     assert {(row.method, row.adapter) for row in result.rows} == wanted
     assert len(wanted) >= (14 if name == "new-clients-mnist" else 6)
     for row in result.rows:
-        (numbers,) = next(found for key, found in row.values.items() if key[0] == "best-val" and "/unseen" in key[1])
-        assert 0 <= numbers["avg"] <= 100, (row.method, row.adapter)
-        assert numbers["clients"] == len(make_task(experiment, 0).unseen)
+        unseen = (found for (rule, m), found in row.values.items() if (rule, m.population) == ("best-val", "unseen"))
+        (numbers,) = next(unseen)
+        assert 0 <= numbers.summary.client_mean <= 100, (row.method, row.adapter)
+        assert numbers.summary.clients == len(make_task(experiment, 0).unseen)
 
 
 # ---- the paper's numbers beside ours -----------------------------------------------------------------------------------
@@ -705,7 +707,7 @@ def _real(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[Experiment, Task]
     return experiment, make_task(experiment, seed=0)
 
 
-@pytest.mark.long
+@pytest.mark.grid
 @needs_real
 @pytest.mark.parametrize("name", AT_HAND)
 def test_real_task(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -713,7 +715,7 @@ def test_real_task(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _check(task, experiment, *AT_HAND[name])
 
 
-@pytest.mark.long
+@pytest.mark.grid
 @needs_real
 def test_real_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     _, brfl = _real(monkeypatch, "brfl")

@@ -24,7 +24,7 @@ SETTINGS = [
     "participation=0.6",
 ]  # fmt: skip
 METHODS = '[{name="fedbn", adapters=["none", "tent"]}, {name="scaffold", label="sc"}]'
-CLOCK = {"seconds", "memory-grown"}
+CLOCK = {"seconds", "memory-grown", "memory-peak"}
 
 
 def command(out: Path, engine: str, *more: str) -> list[str]:

@@ -120,7 +120,7 @@ def show(
     select: Annotated[str, typer.Option(help="Selection rule: last, best-val or oracle.")] = "best-val",
     format: Format = "table",
     picture: Annotated[
-        list[str] | None, typer.Option(help="RandomSpec instead: results, densities, map, radar or tsne; into RUN.")
+        list[str] | None, typer.Option(help="Draw instead: results, densities, map, radar or tsne; into RUN.")
     ] = None,
 ) -> None:
     """Print the results of finished runs again, or draw them."""

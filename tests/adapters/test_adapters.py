@@ -166,7 +166,7 @@ def federated(method_name: str, tests: tuple[int, ...] = (STREAM, STREAM)) -> tu
 
 
 def partner(adapter_name: str) -> str:
-    """A method that deploys what the adapter needs."""
+    """A method that provides what the adapter requires."""
     for method_name, entry in METHODS.items():
         cls = entry.make
         arch = cls.build(tiny_arch("mlp", norm=True), {})
@@ -176,7 +176,7 @@ def partner(adapter_name: str) -> str:
         adapter = ADAPTERS[adapter_name].make(arch=method.arch, predict_with=method.predict)
         if missing_for_pair(method_name, method.provides, adapter_name, adapter) is None:
             return method_name
-    raise AssertionError(f"no method deploys what adapter {adapter_name} needs")
+    raise AssertionError(f"no method provides what adapter {adapter_name} requires")
 
 
 def run_on(federation: Session, deployed: dict[str, Tree], name: str) -> Record:
@@ -527,7 +527,7 @@ def test_streams_may_carry_state_on_or_drop_it_after_every_chunk() -> None:
 ])  # fmt: skip
 def test_settings_that_cannot_be_meant(name: str, options: dict[str, object], sentence: str) -> None:
     assert re.search(
-        sentence, refusal(ADAPTERS, "adapter", name, options, arch=tiny_arch("mlp", norm=True), forward=None)
+        sentence, refusal(ADAPTERS, "adapter", name, options, arch=tiny_arch("mlp", norm=True), predict_with=None)
     )
 
 

@@ -53,13 +53,13 @@ def images(count: int, seed: int = 0) -> Tensor:
 
 @cache
 def trained() -> tuple[Session, dict[str, Tree], dict[str, Tree]]:
-    """A tiny federation after three rounds: what its clients and what newcomers serve with."""
+    """A tiny federation after three rounds: what its clients and what unseen clients serve with."""
     fed, _ = federation(FDSE, make_task((6, 9, 12), unseen=2), TRAIN, ARCH, 3, lam=0.5)
     state, _ = run(fed)
     return fed, fed.deploy(state).trained(), fed.unseen(fed.deploy(state))
 
 
-def newcomer() -> Tree:
+def unseen_model() -> Tree:
     return copy.deepcopy(trained()[2]["new0"])
 
 
@@ -124,7 +124,7 @@ def in_torch(model: Tensors, x: Tensor, sizes: Sequence[int], lr: float, epochs:
 @pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize(("lr", "epochs", "beta"), [(0.01, 1, 0.001), (0.1, 5, 0.7)])
 def test_it_is_sgd_on_the_distance_of_statistics(count: int, lr: float, epochs: int, beta: float) -> None:
-    tree, x = newcomer(), images(count)
+    tree, x = unseen_model(), images(count)
     assert batch_sizes(count, 8) == SIZES[count]
     adapter = align(lr=lr, epochs=epochs, beta=beta)
     after = fitted(adapter, tree, x)
@@ -144,7 +144,7 @@ def test_the_defaults_are_those_of_the_specification() -> None:
 
 
 def test_everything_shared_stays_to_the_bit_and_every_eraser_moves() -> None:
-    tree, x = newcomer(), images(23)
+    tree, x = unseen_model(), images(23)
     after = fitted(align(lr=0.1), tree, x)
     assert moved(tree["model"], after) == OWN | HOME
     assert not (LEARNT | OUTER | COUNTERS) & moved(tree["model"], after)
@@ -159,19 +159,19 @@ def test_what_a_client_that_trained_serves_with_can_be_aligned_too() -> None:
 
 
 def test_without_a_rate_only_inner_statistics_move() -> None:
-    tree, x = newcomer(), images(23)
+    tree, x = unseen_model(), images(23)
     after = fitted(align(lr=0.0, epochs=2), tree, x)
     assert moved(tree["model"], after) == HOME
     assert all(int(after[n]) == int(tree["model"][n]) + 6 for n in HOME if n.endswith("num_batches_tracked"))
 
 
 def test_no_epochs_change_nothing() -> None:
-    tree = newcomer()
+    tree = unseen_model()
     assert moved(tree["model"], fitted(align(epochs=0), tree, images(23))) == set()
 
 
 def test_nothing_it_is_given_is_changed() -> None:
-    tree, x = newcomer(), images(23)
+    tree, x = unseen_model(), images(23)
     kept, pixels = copy.deepcopy(tree), x.clone()
     fitted(align(lr=0.1), tree, x)
     assert moved(kept["model"], tree["model"]) == set()
@@ -179,7 +179,7 @@ def test_nothing_it_is_given_is_changed() -> None:
 
 
 def test_other_slots_are_left_alone() -> None:
-    rich = {**newcomer(), "descriptors": {"global": torch.ones(3)}}
+    rich = {**unseen_model(), "descriptors": {"global": torch.ones(3)}}
     with torch.no_grad():
         state = align().fit(rich, images(23), {})
     assert state["descriptors"] is rich["descriptors"]
@@ -189,7 +189,7 @@ def test_other_slots_are_left_alone() -> None:
 @pytest.mark.parametrize("count", [0, 1])
 def test_one_image_or_none_is_predicted_as_it_is(name: str, count: int) -> None:
     fed, _, _ = trained()
-    tree, x = newcomer(), images(count)
+    tree, x = unseen_model(), images(count)
     adapter = on(fed.setup.method, name)
     after = fitted(adapter, tree, x)
     assert moved(tree["model"], after) == set()
@@ -200,11 +200,11 @@ def test_one_image_or_none_is_predicted_as_it_is(name: str, count: int) -> None:
 
 @pytest.mark.parametrize("name", ["fdse-align", "fedbn-align"])
 def test_a_stream_of_one_image_or_none_can_be_scored(name: str) -> None:
-    fed, _, newcomers = trained()
+    fed, _, unseen = trained()
     nothing = torch.zeros(0, dtype=torch.int64)
-    strangers = (Client("new0", nothing, nothing, torch.tensor([3])), Client("new1", nothing, nothing, nothing))
-    task = replace(fed.task, unseen=strangers)
-    scores = Sequential(DOUBLE).evaluate(on(fed.setup.method, name), newcomers, task, ["test"], 0)
+    clients = (Client("new0", nothing, nothing, torch.tensor([3])), Client("new1", nothing, nothing, nothing))
+    task = replace(fed.task, unseen=clients)
+    scores = Sequential(DOUBLE).evaluate(on(fed.setup.method, name), unseen, task, ["test"], 0)
     assert [score.samples for score in scores.values()] == [1, 0]
     assert all(score.loss == score.loss for score in scores.values())
 
@@ -222,20 +222,18 @@ def test_labels_are_not_looked_at(name: str) -> None:
     assert adapter.draws() == {}
     task = make_task((6, 9, 12), unseen=2)
     lies = replace(task, labels=(task.labels + 1) % 3)
-    (a, before), (b, after) = (streamed(t, adapter, newcomer()) for t in (task, lies))
+    (a, before), (b, after) = (streamed(t, adapter, unseen_model()) for t in (task, lies))
     assert torch.equal(a, b)
     assert moved(before["model"], after["model"]) == set()
-    assert moved(newcomer()["model"], after["model"]) != set()
+    assert moved(unseen_model()["model"], after["model"]) != set()
 
 
 @pytest.mark.parametrize("name", ["fdse-align", "fedbn-align"])
 def test_engines_agree(name: str) -> None:
-    fed, _, newcomers = trained()
+    fed, _, unseen = trained()
     adapter = on(fed.setup.method, name, batch_size=2)
-    a, b = (
-        engine.evaluate(adapter, newcomers, fed.task, ["test"], 0) for engine in (Sequential(DOUBLE), Vmapped(DOUBLE))
-    )
-    plain = Sequential(DOUBLE).evaluate(fed.setup.plain["net"], newcomers, fed.task, ["test"], 0)
+    a, b = (engine.evaluate(adapter, unseen, fed.task, ["test"], 0) for engine in (Sequential(DOUBLE), Vmapped(DOUBLE)))
+    plain = Sequential(DOUBLE).evaluate(fed.setup.plain["net"], unseen, fed.task, ["test"], 0)
     for key, score in a.items():
         assert (score.samples, score.correct) == (b[key].samples, b[key].correct)
         assert score.loss == pytest.approx(b[key].loss, abs=1e-10)
@@ -271,7 +269,7 @@ def test_fedbn_align_refuses_a_network_without_batch_norm_in_a_sentence() -> Non
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(name: str, options: dict[str, Any]) -> None:
-    sentence = refusal(ADAPTERS, "adapter", name, options, arch=trained()[0].setup.method.arch, forward=None)
+    sentence = refusal(ADAPTERS, "adapter", name, options, arch=trained()[0].setup.method.arch, predict_with=None)
     assert f"{next(iter(options)).replace('_', '-')} must" in sentence
     assert sentence.startswith(f"adapter {name!r}: ")
     assert "\n" not in sentence
@@ -343,8 +341,8 @@ def distance(model: Tensors, x: Tensor, batch_statistics: bool) -> float:
 
 
 def test_the_distance_falls_on_a_domain_left_out() -> None:
-    fed, newcomers = digits()
-    tree, x = newcomers["flower"], target()
+    fed, unseen = digits()
+    tree, x = unseen["flower"], target()
     before, refreshed, after = (
         fitted(on(fed.setup.method, **options), tree, x) for options in ({"epochs": 0}, {"lr": 0.0}, {"lr": 0.01})
     )
@@ -362,8 +360,8 @@ def test_the_distance_falls_on_a_domain_left_out() -> None:
 
 
 def test_shared_tensors_stay_to_the_bit_on_real_images_in_single_precision() -> None:
-    fed, newcomers = digits()
-    tree = newcomers["flower"]
+    fed, unseen = digits()
+    tree = unseen["flower"]
     method = fed.setup.method
     assert isinstance(method, FDSE)
     free = erasure.entries(method.blocks, (*erasure.OWN, *erasure.STATISTICS))
@@ -371,21 +369,21 @@ def test_shared_tensors_stay_to_the_bit_on_real_images_in_single_precision() -> 
 
 
 def test_training_teaches_something_and_alignment_does_not_undo_it() -> None:
-    fed, newcomers = digits()
-    plain = fed.evaluate(fed.setup.plain, newcomers, ["test"])["flower", "test"]
+    fed, unseen = digits()
+    plain = fed.evaluate(fed.setup.plain, unseen, ["test"])["flower", "test"]
     made = fed.setup.adapter(AdapterSpec(name="fdse-align"), fed.setup.method)
-    aligned = fed.evaluate({"cnn": made}, newcomers, ["test"])["flower", "test"]
+    aligned = fed.evaluate({"cnn": made}, unseen, ["test"])["flower", "test"]
     assert aligned.accuracy > 0.2  # a tenth is chance
     assert aligned.accuracy > plain.accuracy - 0.03
 
 
 # ---- with other adapters -------------------------------------------------------------------------------------------------
 def test_fedicons_adapter_works_on_erasers_and_keeps_the_head() -> None:
-    fed, newcomers = digits()
-    method, tree = fed.setup.method, newcomers["flower"]
+    fed, unseen = digits()
+    method, tree = fed.setup.method, unseen["flower"]
     adapter = ADAPTERS["fedicon"].make(arch=method.arch, predict_with=method.predict, flip=False)
     observed, record = recording(adapter)
-    score = fed.evaluate({"cnn": observed}, newcomers, ["test"])["flower", "test"]
+    score = fed.evaluate({"cnn": observed}, unseen, ["test"])["flower", "test"]
     assert score.samples == len(target())
     assert score.loss == score.loss
     changed = moved(tree["model"], record.states[-1]["model"])
@@ -395,15 +393,15 @@ def test_fedicons_adapter_works_on_erasers_and_keeps_the_head() -> None:
 
 @pytest.mark.parametrize("name", ["none", "bn", "tent", "t3a", "memo", "fedbn-align", "fdse-align"])
 def test_other_adapters_run_on_erasers(name: str) -> None:
-    fed, deployed, newcomers = trained()
+    fed, deployed, unseen = trained()
     made = fed.setup.adapter(AdapterSpec(name=name), fed.setup.method)
-    before = copy.deepcopy({**deployed, **newcomers})
+    before = copy.deepcopy({**deployed, **unseen})
     for engine in (Sequential(DOUBLE), Vmapped(DOUBLE)):
-        scores = engine.evaluate(made, {**deployed, **newcomers}, fed.task, ["test"], 0)
+        scores = engine.evaluate(made, {**deployed, **unseen}, fed.task, ["test"], 0)
         assert len(scores) == 5
         assert all(score.samples in (2, 4) and score.loss == score.loss for score in scores.values())
     for client, tree in before.items():
-        assert moved(tree["model"], {**deployed, **newcomers}[client]["model"]) == set()
+        assert moved(tree["model"], {**deployed, **unseen}[client]["model"]) == set()
 
 
 def test_the_layers_between_are_what_the_names_say() -> None:
@@ -411,7 +409,7 @@ def test_the_layers_between_are_what_the_names_say() -> None:
     x = images(9)
     method = trained()[0].setup.method
     net = Net().double().eval()
-    net.load(newcomer()["model"])
+    net.load(unseen_model()["model"])
     assert all(isinstance(b.dfe_norm, nn.BatchNorm2d) for b in net.blocks.values())
     with torch.no_grad():
-        assert gap(net((x - 0.5) / 0.5), method.arch(newcomer()["model"], x).logits) < 1e-12
+        assert gap(net((x - 0.5) / 0.5), method.arch(unseen_model()["model"], x).logits) < 1e-12

@@ -30,7 +30,7 @@ COUNT = 5
 
 
 def on(arch: Arch, name: str, **options: Any) -> Any:
-    return ADAPTERS[name].make(arch=arch, forward=FedAvg(arch=arch, train=tiny_train()).forward, **options)
+    return ADAPTERS[name].make(arch=arch, predict_with=FedAvg(arch=arch, train=tiny_train()).predict, **options)
 
 
 def pictures(count: int = COUNT, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -312,5 +312,5 @@ def test_linear_probing_reaches_the_head_that_predicts_whatever_the_method(name:
     ("the-plus", {"alpha": 2.0}),
 ])  # fmt: skip
 def test_settings_that_cannot_be_meant_are_refused(name: str, options: dict[str, Any]) -> None:
-    sentence = refusal(ADAPTERS, "adapter", name, options, arch=tiny_arch("mlp"), forward=None)
+    sentence = refusal(ADAPTERS, "adapter", name, options, arch=tiny_arch("mlp"), predict_with=None)
     assert sentence.startswith(f"adapter {name!r}: {next(iter(options)).replace('_', '-')} must")

@@ -40,7 +40,7 @@ NETWORKS = {
 
 
 def on(arch: Arch, name: str, **options: Any) -> Any:
-    return ADAPTERS[name].make(arch=arch, forward=FedAvg(arch=arch, train=tiny_train()).forward, **options)
+    return ADAPTERS[name].make(arch=arch, predict_with=FedAvg(arch=arch, train=tiny_train()).predict, **options)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -125,7 +125,7 @@ def test_ttts_order_matters_and_its_chunks_do_not() -> None:
 
 
 def test_a_rotation_head_of_zeros_pulls_at_no_feature() -> None:
-    """A newcomer's: its first step moves the head alone."""
+    """An unseen client's: its first step moves the head alone."""
     arch, _, _, tree = rotating("cnn")
     zero = {name: torch.zeros_like(leaf) for name, leaf in tree["rotation"].items()}
     adapter = on(arch, "ttt", copies=32, lr=0.5)
@@ -334,7 +334,7 @@ def test_eata_tells_its_pass_rate_whenever_it_predicts(options: dict[str, Any]) 
     ("ttt", {"lr": -1.0}), ("ttt", {"copies": 0}), ("tsa", {"lr": -1.0}), ("tsa", {"steps": -1}),
 ])  # fmt: skip
 def test_settings_that_cannot_be_meant_are_refused(name: str, options: dict[str, Any]) -> None:
-    sentence = refusal(ADAPTERS, "adapter", name, options, arch=network("mlp")[0], forward=None)
+    sentence = refusal(ADAPTERS, "adapter", name, options, arch=network("mlp")[0], predict_with=None)
     assert sentence.startswith(f"adapter {name!r}: ")
     assert f"{next(iter(options)).replace('_', '-')} must" in sentence
 

@@ -87,7 +87,7 @@ def scores(adapter: Adapter, method_name: str, engine: Engine, compute: Compute)
 def test_adapters_answer_as_on_a_cpu(adapter_name: str) -> None:
     method_name = partners()[adapter_name]
     adapter = adapter_of(adapter_name, method_name)
-    exact, fast = Compute(GPU, torch.float64), Compute(GPU)
+    exact, fast = Compute(GPU, torch.float64), Compute(GPU, tf32=True)
     expected = scores(adapter, method_name, Sequential(DOUBLE), DOUBLE)
     with steady():
         found = scores(adapter, method_name, Vmapped(exact), exact)
@@ -95,7 +95,7 @@ def test_adapters_answer_as_on_a_cpu(adapter_name: str) -> None:
     for stream, score in expected.items():
         assert (found[stream].samples, found[stream].correct) == (score.samples, score.correct)
         assert found[stream].loss == pytest.approx(score.loss, rel=1e-6)
-    with steady(fast=True):
+    with steady(tf32=True):
         rounded = scores(adapter, method_name, Vmapped(fast), fast)
     assert all(torch.tensor(score.loss).isfinite() for score in rounded.values())
     total = sum(score.samples for score in expected.values())

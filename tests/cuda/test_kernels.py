@@ -31,9 +31,9 @@ def check_fast(name: str, norm: bool, ours: bool) -> None:
     method = made(name, norm)
     if method is None:
         return
-    compute = Compute(GPU)
+    compute = Compute(GPU, tf32=True)
     engine = Vmapped(compute)
-    with steady(fast=True):
+    with steady(tf32=True):
         found = trained(method, engine, compute)
     engine.close()
     assert ("implicit" in engine.convolutions) == (ours and for_our_kernels(method))
@@ -58,11 +58,11 @@ def test_kernels_are_tried_from_inside_a_transform() -> None:
     found: list[bool] = []
 
     def asking(x: Tensor) -> Tensor:
-        found.append(trilinear.has_kernels(x.device, x.dtype))
+        found.append(trilinear.has_kernels(Compute(GPU, tf32=True)))
         return x
 
     trilinear.works.cache_clear()
-    with steady(fast=True), warnings.catch_warnings(record=True) as given:
+    with steady(tf32=True), warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         vmap(asking)(torch.zeros(2, 3, device=GPU))
     assert found == [True]
@@ -78,7 +78,7 @@ def test_meta_gradients_by_kernels_of_our_own_in_a_captured_graph() -> None:
 
     exact = [tensor.double() for tensor in tensors]
     expected = meta_gradients(lambda x, w, b: F.conv2d(x, w, b, 1, 2), *exact)
-    with steady(fast=True):
+    with steady(tf32=True):
         for _ in range(3):
             work()
         graph = torch.cuda.CUDAGraph()

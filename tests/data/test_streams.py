@@ -586,7 +586,7 @@ def test_a_stateless_predictors_mixture_accuracy_is_the_mean_of_its_parts() -> N
     streams = {part: replace(task.streams[part], index=kept[part]) for part in PARTS}
     task = replace(task, streams={**streams, "mix": task.streams["mix"]})
     arch = tiny_arch()
-    plain = NoAdaptation(arch, FedAvg(arch=arch, train=tiny_train()).forward)
+    plain = NoAdaptation(arch, FedAvg(arch=arch, train=tiny_train()).predict)
     deployed = {client.name: {"model": arch.init(n)} for n, client in enumerate(everyone(task))}
     scores = Sequential().evaluate(plain, deployed, task, list(task.streams), seed=0)
     accuracies = set()
@@ -972,11 +972,11 @@ def parallel() -> Iterator[Parallel]:
 def test_engines_give_the_same_scores(which: str, parallel: Parallel) -> None:
     task = made(RESETS, UNSEEN)
     arch = tiny_arch(norm=True)
-    forward = FedAvg(arch=arch, train=tiny_train()).forward
+    predict = FedAvg(arch=arch, train=tiny_train()).predict
     adapters = {
-        "tally": Tally(arch, forward),
-        "tent": Tent(arch, forward, lr=0.05, batch_size=8),
-        "noisy": Noisy(arch, forward),
+        "tally": Tally(arch, predict),
+        "tent": Tent(arch, predict, lr=0.05, batch_size=8),
+        "noisy": Noisy(arch, predict),
     }
     adapter: Adapter = adapters[which]
     deployed = {client.name: {"model": arch.init(n)} for n, client in enumerate(everyone(task))}

@@ -106,7 +106,7 @@ SPLITTINGS = {
     "half unseen": Splitting(unseen=0.5),
     "public": Splitting(public=0.2),
     "public and unseen": Splitting(public=0.15, unseen=("blue",)),
-    "no test but strangers": Splitting(train=0.8, val=0.2, test=0.0, unseen=("red",)),
+    "no test but of unseen clients": Splitting(train=0.8, val=0.2, test=0.0, unseen=("red",)),
 }
 
 
@@ -250,7 +250,7 @@ def test_a_files_split_with_a_leak_is_purged() -> None:
 MISTAKES = {
     "no split column": (Splitting(from_file=True), "from-file needs a split column in the data"),
     "nobody trains": (Splitting(unseen=DOMAINS), "all 4 clients are unseen: leave at least one to train on"),
-    "unknown stranger": (Splitting(unseen=("gren",)), "no client is called 'gren', .* did you mean green"),
+    "unknown unseen client": (Splitting(unseen=("gren",)), "no client is called 'gren', .* did you mean green"),
     "all public": (Splitting(public=1.0), "client 'red' has no training images left; use fewer or larger clients"),
 }
 
@@ -437,7 +437,7 @@ CHANGES: dict[str, Callable[[Pool], Made]] = {
     "a fraction": lambda p: (p, ByDomain(), Splitting(train=0.7, val=0.1), STREAMS, 0),
     "train fraction": lambda p: (p, ByDomain(), Splitting(train_fraction=0.5), STREAMS, 0),
     "a public set": lambda p: (p, ByDomain(), Splitting(public=0.1), STREAMS, 0),
-    "a stranger": lambda p: (p, ByDomain(), Splitting(unseen=("red",)), STREAMS, 0),
+    "an unseen client": lambda p: (p, ByDomain(), Splitting(unseen=("red",)), STREAMS, 0),
     "severity": lambda p: (p, ByDomain(), Splitting(), {**STREAMS, "corrupted": Corrupted(severity=4)}, 0),
     "corruptions": lambda p: (p, ByDomain(), Splitting(), {**STREAMS, "corrupted": Corrupted(names=("fog",))}, 0),
     "order of arrival": lambda p: (p, ByDomain(), Splitting(), {**STREAMS, "original": Original(order="stored")}, 0),
@@ -660,7 +660,7 @@ def test_tuning_shows_validation_images_and_no_test_image() -> None:
     assert plain.hash != tuned.hash
 
 
-def test_tuning_has_no_newcomers_because_all_their_images_are_test_images() -> None:
+def test_tuning_has_no_unseen_clients_because_all_their_images_are_test_images() -> None:
     tuned = build(pool_of(), ByDomain(), Splitting(tune=True, unseen="red"), STREAMS, seed=3)
     assert tuned.unseen == ()
     assert "red" not in {client.name for client in tuned.clients}

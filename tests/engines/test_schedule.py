@@ -137,20 +137,21 @@ def test_the_plan_is_a_function_of_its_seed() -> None:
 
 
 def test_seeds_name_run_round_client_and_purpose() -> None:
-    now = Context(3, 10, 5)
-    base = Plan((Phase(),), now, 0)
-    assert base.seed_for("a", "train") == Plan((), replace(now, rounds=99), 0).seed_for("a", "train")
+    ctx = Context(3, 10, 5)
+    base = Plan((Phase(),), ctx, 0)
+    assert base.seed_for("a", "train") == Plan((), replace(ctx, rounds=99), 0).seed_for("a", "train")
     others = [
         base.seed_for("b", "train"),
         base.seed_for("a", "val"),
         base.seed_for("a"),
-        Plan((), replace(now, round=4), 0).seed_for("a", "train"),
-        Plan((), now, 1).seed_for("a", "train"),
-        Plan((), replace(now, final=True), 0).seed_for("a", "train"),
+        Plan((), replace(ctx, round=4), 0).seed_for("a", "train"),
+        Plan((), ctx, 1).seed_for("a", "train"),
+        Plan((), replace(ctx, stage="final"), 0).seed_for("a", "train"),
     ]
     assert len({base.seed_for("a", "train"), *others}) == 7
-    last = Plan((), replace(now, round=10, final=True), 0).seed_for("a", "train")
+    last = Plan((), replace(ctx, round=10, stage="final"), 0).seed_for("a", "train")
     assert last == others[-1]  # the final phases do not know how many rounds there were
+    assert last == Plan((), replace(ctx, stage="unseen"), 0).seed_for("a", "train")  # and are an unseen client's too
 
 
 def test_one_sample_alone_is_normalised_with_running_statistics() -> None:

@@ -97,7 +97,7 @@ def serving(arch: Arch, task: Task) -> dict[str, Tree]:
 
 
 def on(arch: Arch, name: str, **options: Any) -> Adapter:
-    return ADAPTERS[name].make(arch=arch, forward=FedAvg(arch=arch, train=tiny_train()).forward, **options)
+    return ADAPTERS[name].make(arch=arch, predict_with=FedAvg(arch=arch, train=tiny_train()).predict, **options)
 
 
 def check(reference: Mapping[tuple[str, str], Score], found: Mapping[tuple[str, str], Score]) -> None:

@@ -71,9 +71,9 @@ def test_the_numbers_are_those_of_a_forward_pass(fedavg: Path, tmp_path: Path) -
     assert (numbers["round"], numbers["task-hash"], numbers["stream"]) == (facts["round"], task.hash, "original")
     assert (numbers["model"], numbers["classes"]) == ("global", list(task.classes))
     assert numbers["clients"] == [client.name for client in task.clients]
-    scores = {row["selection"]: row for row in RunFolder(fedavg).scores()["none"] if "/original/" in row["metric"]}
+    scores = {row.selection: row for row in RunFolder(fedavg).scores()["none"] if row.metric.stream == "original"}
     chosen = {}
-    for name, (count, correct, loss) in scores["best-val"]["by-client"].items():
+    for name, (count, correct, loss) in scores["best-val"].by_client.items():
         output, labels = direct(experiment, task, trees["server"]["model"], name)
         assert numbers["risk"]["by-client"][name] == pytest.approx(float(F.cross_entropy(output.logits, labels)), 1e-5)
         assert numbers["risk"]["by-client"][name] == pytest.approx(loss / count, abs=1e-4)
@@ -85,7 +85,7 @@ def test_the_numbers_are_those_of_a_forward_pass(fedavg: Path, tmp_path: Path) -
         chosen[name] = output.features[positions_of(len(labels), 15, 0, name)]
     risks = numbers["risk"]["by-client"].values()
     assert numbers["risk"]["mean"] == pytest.approx(sum(risks) / len(risks))
-    assert numbers["accuracy"]["mean"] == pytest.approx(scores["best-val"]["avg"])
+    assert numbers["accuracy"]["mean"] == pytest.approx(scores["best-val"].summary.client_mean)
     assert numbers["pad"] == json.loads(json.dumps(distances(chosen, list(chosen)).as_dict()))
     placed = embedded(torch.cat(list(chosen.values())), 0)
     assert torch.allclose(torch.tensor([numbers["tsne"]["x"], numbers["tsne"]["y"]]).T, placed, atol=1e-3)
@@ -123,7 +123,7 @@ def test_which_model(runs: Path) -> None:
         assert risk == pytest.approx(float(F.cross_entropy(output.logits, labels)), 1e-5)
 
 
-def test_a_client_nobody_has_seen_is_shown_and_is_in_no_mean(tmp_path: Path) -> None:
+def test_an_unseen_client_is_shown_and_is_in_no_mean(tmp_path: Path) -> None:
     (out,) = run(digits(rounds=1, split={"unseen": ["font"]}), tmp_path, engine="sequential").folders
     numbers = numbers_of(out, samples=10)["fedavg"]
     assert numbers["unseen"] == ["font"]
@@ -208,7 +208,7 @@ def test_hardly_measured_distances_are_mentioned(fedavg: Path, tmp_path: Path) -
     )
 
 
-def test_where_only_strangers_are_tested_the_means_are_theirs(tmp_path: Path) -> None:
+def test_where_only_unseen_clients_are_tested_the_means_are_theirs(tmp_path: Path) -> None:
     split = {"train": 0.85, "val": 0.15, "test": 0.0, "unseen": ["font", "pen"]}
     (out,) = run(digits(rounds=1, split=split), tmp_path, engine="sequential").folders
     numbers = numbers_of(out, samples=10)["fedavg"]

@@ -21,6 +21,7 @@ from fedshift.runs.flops import count
 from fedshift.runs.setup import make_task
 from fedshift.store.costs import Costs
 from fedshift.store.folder import RunFolder
+from fedshift.store.lines import History
 from tests.inspect.conftest import digits
 from tests.runs.test_costs import ALEXNET, NORMALISED, alexnet
 from tests.runs.test_features import error_of
@@ -35,7 +36,7 @@ def lines(
     for number in range(1, len(accuracy) * every + 1):
         made.append({"round": number, "participants": 2, "bytes-up": 2 * size, "bytes-down": 4 * size})
         if number % every == 0:
-            made.append({"round": number, metric: {"avg": accuracy[number // every - 1]}})
+            made.append({"round": number, metric: {"client-mean": accuracy[number // every - 1]}})
     return made
 
 
@@ -55,43 +56,43 @@ def test_the_moving_average() -> None:
 
 def test_one_lucky_round_is_not_enough() -> None:
     lucky = lines([40, 40, 90, 40, 65, 70, 75])
-    found = spent(lucky, Costs(flops_round=5.0), target=60)
+    found = spent(History.of(lucky), Costs(flops_round=5.0), target=60)
     assert found.rounds == 5  # (90 + 40 + 65) / 3 = 65; two rounds before it (40 + 40 + 90) / 3 = 56.7
 
 
 def test_rounds_between_evaluations_count() -> None:
-    found = spent(lines([50, 61, 72, 73], every=5), Costs(flops_round=7.0, memory_step=11.0), target=61)
+    found = spent(History.of(lines([50, 61, 72, 73], every=5)), Costs(flops_round=7.0, memory_step=11.0), target=61)
     assert found == Spent(15, pytest.approx(206 / 3), 15 * 7.0, 15 * 10.0, 15 * 20.0, 11.0, None)
     assert found.as_dict()["bytes"] == 15 * 30
 
 
 def test_reached_exactly_and_at_once() -> None:
-    assert spent(lines([60.0]), Costs(), target=60).rounds == 1
-    assert spent(lines([60.0]), Costs(), target=60).flops is None  # a run without a ledger
+    assert spent(History.of(lines([60.0])), Costs(), target=60).rounds == 1
+    assert spent(History.of(lines([60.0])), Costs(), target=60).flops is None  # a run without a ledger
 
 
 def test_never() -> None:
-    found = spent(lines([50, 55, None, 54]), Costs(flops_round=1.0, memory_step=1.0), target=60)
+    found = spent(History.of(lines([50, 55, None, 54])), Costs(flops_round=1.0, memory_step=1.0), target=60)
     assert found == Spent(None, 53.0)
     assert set(found.as_dict().values()) == {None, 53.0}
-    assert spent(lines([None]), Costs(), target=60) == Spent(None, None)
+    assert spent(History.of(lines([None])), Costs(), target=60) == Spent(None, None)
 
 
 def test_bytes_are_added_up_round_by_round() -> None:
     """Methods may send other things in other rounds, and not everybody takes part."""
     changing = lines([50, 80, 80])
     changing[2] = {"round": 2, "participants": 4, "bytes-up": 400, "bytes-down": 0}
-    assert spent(changing, Costs(), target=65).rounds == 2
-    assert spent(changing, Costs(), target=65).bytes_up == 10 + 100
-    assert spent(changing, Costs(), target=65).bytes_down == 20
+    assert spent(History.of(changing), Costs(), target=65).rounds == 2
+    assert spent(History.of(changing), Costs(), target=65).bytes_up == 10 + 100
+    assert spent(History.of(changing), Costs(), target=65).bytes_down == 20
 
 
 def test_the_work_after_the_last_round_counts_once() -> None:
-    assert spent(lines([60, 70]), Costs(flops_round=10.0, flops_end=3.0), target=65).flops == 23
+    assert spent(History.of(lines([60, 70])), Costs(flops_round=10.0, flops_end=3.0), target=65).flops == 23
 
 
 def test_the_servers_training_is_a_number_of_its_own() -> None:
-    found = spent(lines([60, 70]), Costs(flops_round=10.0, flops_server=4.0), target=65)
+    found = spent(History.of(lines([60, 70])), Costs(flops_round=10.0, flops_server=4.0), target=65)
     assert (found.flops, found.flops_server) == (20, 8)
     row = text(Overhead(65, "val", (("fedgen", 0, found),)))
     assert "server" in row
@@ -101,16 +102,16 @@ def test_the_servers_training_is_a_number_of_its_own() -> None:
 # ---- hand counts, methods.md 6.2 ------------
 @pytest.mark.parametrize("method", ["fedavg", "fdse"])
 def test_alexnet_and_fdse_cost_what_their_sizes_say(method: str) -> None:
-    federation = alexnet(method, options={"bias": True} if method == "fdse" else {})
-    costs = count(federation, 1)
-    begun = federation.begun(federation.start())
+    session = alexnet(method, options={"bias": True} if method == "fdse" else {})
+    costs = count(session, 1)
+    begun = session.begun(session.start())
     sizes = {name: float_bytes(down) for name, down in begun.downs.items()}
     rounds = [
         {"round": r, "participants": len(sizes), "bytes-up": sum(sizes.values()), "bytes-down": sum(sizes.values())}
         for r in range(1, 119)
     ]
-    scored = [{"round": 118, "global/original/clients": {"avg": 60.0}}]
-    found = spent([*rounds, *scored], costs, target=60, stream="original")
+    scored = [{"round": 118, "global/original/clients": {"client-mean": 60.0}}]
+    found = spent(History.of([*rounds, *scored]), costs, target=60, stream="original")
     parameters = {"fedavg": ALEXNET, "fdse": 6_508_010}[method]
     averages = 2 * NORMALISED  # FDSE's blocks share those of their second normalisation; the first one's stay
     assert costs.parameters == parameters
@@ -138,7 +139,7 @@ def test_the_numbers_of_runs(runs: Path, fedavg: Path) -> None:
     found = overhead(runs, target=15)
     assert found.stream == "original"
     assert [(name, seed) for name, seed, _ in found.runs] == [("fedavg", 0), ("fedthe", 0), ("local", 0), ("fedavg", 1)]
-    logged = RunFolder(fedavg).lines()
+    logged = RunFolder(fedavg).history()
     averages = moving_average(accuracies(logged, "original"))
     assert [number for number, _ in averages] == [1, 2]
     wanted = next((number for number, mean in averages if mean >= 15), None)
@@ -152,10 +153,11 @@ def test_the_numbers_of_runs(runs: Path, fedavg: Path) -> None:
 def test_validation_counts_where_not_all_logged_test_accuracy() -> None:
     test, val = lines([50], metric="global/original/clients"), lines([50])
     both = [*test, *lines([50], metric="personal/corrupted/clients"), *val]
-    assert common_stream([both, both]) == "original"
-    assert common_stream([[*lines([1], metric="global/odd/clients"), *both], both]) == "original"
-    assert common_stream([lines([1], metric="global/odd/clients")]) == "odd"
-    assert common_stream([both, val]) == "val"
+    odd = lines([1], metric="global/odd/clients")
+    assert common_stream([History.of(both)] * 2) == "original"
+    assert common_stream([History.of([*odd, *both]), History.of(both)]) == "original"
+    assert common_stream([History.of(odd)]) == "odd"
+    assert common_stream([History.of(both), History.of(val)]) == "val"
 
 
 def test_rows_over_seeds() -> None:

@@ -87,7 +87,7 @@ def test_all_pairs_and_the_union() -> None:
     every = Halves(torch.cat([a.train, b.train]), torch.cat([a.test, b.test]))
     assert found.union["a"] == proxy_distance(a, every)
     assert found.union["new"] == proxy_distance(halved(parts["new"]), every) == 2
-    # a client nobody has seen in training is in no mean
+    # an unseen client is in no mean
     assert found.mean == found.pairs[0][1]
     assert found.mean_union == pytest.approx(sum(v for k, v in found.union.items() if k != "new" and v is not None) / 2)
     assert found.as_dict()["pairs"]["b"] == list(found.pairs[1])

@@ -23,6 +23,7 @@ from fedshift.inspect.report import SECTIONS as EVERY
 from fedshift.results.plots import clouds
 from fedshift.results.plots.clouds import few
 from fedshift.store.folder import RunFolder
+from fedshift.store.rows import Metric
 from fedshift.store.trees import load, save
 from tests.experiment.test_bad_input import parquet
 from tests.inspect.conftest import digits
@@ -86,9 +87,9 @@ def test_weights_of_the_heads_are_those_that_were_stored(runs: Path, made: Path)
     told = {found["method"]: found["telemetry"] for found in numbers["runs"]}
     assert (told["fedavg"], told["local"]) == ({}, {})
     scores = RunFolder(next((runs / "fedthe").glob("0-*"))).scores()["the"]
-    (stored,) = [row for row in scores if row["selection"] == "best-val"]
-    assert told["fedthe"] == {"the": {"personal/original/clients": stored["telemetry"]}}
-    assert f"{stored['telemetry']['e']['mean']:.3f}" in (made / "inspect.html").read_text()
+    (stored,) = [row for row in scores if row.selection == "best-val"]
+    assert told["fedthe"] == {"the": {"personal/original/clients": stored.to_json()["telemetry"]}}
+    assert f"{stored.telemetry['e'].mean:.3f}" in (made / "inspect.html").read_text()
 
 
 def test_the_same_again_and_nothing_stale(runs: Path, fedavg: Path, tmp_path: Path) -> None:
@@ -263,16 +264,16 @@ def test_adaptation_is_followed_step_by_step(adapted: bool, tmp_path: Path) -> N
     (numbers,) = inspect(out, tmp_path / "page", samples=5, steps=3)["runs"]
     curve, scores = numbers["curve"], RunFolder(out).scores()
     title = next(name for name in scores if name != "none")
-    (row,) = (r for r in scores[title] if r["selection"] == "best-val" and r["metric"].endswith("original/unseen"))
-    assert (curve["adapter"], curve["round"], curve["clients"]) == (title, row["round"], 2)
+    (row,) = (r for r in scores[title] if r.selection == "best-val" and r.metric.column == Metric("", "original", "unseen"))
+    assert (curve["adapter"], curve["round"], curve["clients"]) == (title, row.round, 2)
     assert [sorted(point) for point in curve["points"]] == [["accuracy", "entropy", "loss"]] * 4
-    assert 100 * curve["points"][1]["accuracy"] == pytest.approx(row["avg"])
+    assert 100 * curve["points"][1]["accuracy"] == pytest.approx(row.summary.client_mean)
     assert (tmp_path / "page" / "curve.png").is_file()
     assert EVERY["curve"] in (tmp_path / "page" / "inspect.html").read_text()
     sure = min((1, 2, 3), key=lambda step: curve["points"][step]["entropy"])
     cells = [f"{100 * curve['points'][step]['accuracy']:.1f}" for step in (0, 1, sure, 3)]
     cells[2] += f" ({sure})"
-    assert _cells(steps_table([numbers])) == [f"fedtta, {title}, seed 0", str(row["round"]), *cells]
+    assert _cells(steps_table([numbers])) == [f"fedtta, {title}, seed 0", str(row.round), *cells]
     plain = inspect(out, tmp_path / "other", samples=5)["runs"]
     assert plain[0]["curve"] is None
     assert steps_table(plain) is None

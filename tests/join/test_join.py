@@ -1,8 +1,9 @@
-"""A client nobody has seen joins a trained run: the same answers as the run's own scores, files whole or not at all."""
+"""An unseen client joins a trained run: the same answers as the run's own scores, files whole or not at all."""
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import shutil
@@ -18,7 +19,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from fedshift.join.trained import choose_adapter
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -28,17 +28,20 @@ from fedshift import Experiment, UserError, cli
 from fedshift.core import rng
 from fedshift.core.method import Method
 from fedshift.core.registry import METHODS
+from fedshift.core.tree import Tree
 from fedshift.data.task import Task
 from fedshift.engines.base import Compute
 from fedshift.engines.reference import predictions
 from fedshift.engines.sequential import Sequential
 from fedshift.join import Joined, join, load
 from fedshift.join.images import read_images
+from fedshift.join.joining import Prediction, choose_adapter
 from fedshift.runs.session import Session
 from fedshift.runs.setup import make_setup, make_task
 from fedshift.store.folder import RunFolder
+from fedshift.store.rows import Metric
 
-STRANGER = "font"
+UNSEEN = "font"
 TENT = {"name": "tent", "lr": 0.01, "batch-size": 16}
 ADAPTERS: dict[str, list[Any]] = {
     "fedavg": ["none", TENT, {"name": "tent", "label": "strong", "lr": 0.1}, "t3a"],
@@ -50,13 +53,14 @@ ADAPTERS: dict[str, list[Any]] = {
     "fedtta": ["none", "fedtta", {"name": "fedtta", "label": "++", "steps": 5, "patience": 5}],
     "heterofedtta": ["none", "fedtta"],
 }
+MEASURED = Metric("", "original", "unseen")
 GIVE_NOTHING = {"local", "lg-fedavg"}
 
 
 def experiment(**changes: object) -> Experiment:
     settings: dict[str, object] = {
         "name": "tiny", "rounds": 2, "baselines": False, "data": {"size": 8, "limit": 240},
-        "split": {"unseen": [STRANGER], "public": 0.1}, "model": {"name": "mlp", "hidden": [12], "norm": True},
+        "split": {"unseen": [UNSEEN], "public": 0.1}, "model": {"name": "mlp", "hidden": [12], "norm": True},
         "train": {"lr": 0.1, "batch-size": 16, "momentum": 0.9}, "evaluate": {"every": 0},
         "method": [{"name": name, "adapters": ADAPTERS.get(name, ["none"])} for name in METHODS],
     }  # fmt: skip
@@ -83,7 +87,7 @@ class World:
 
     @property
     def index(self) -> Tensor:
-        return self.task.streams["original"].index[STRANGER]
+        return self.task.streams["original"].index[UNSEEN]
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +95,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     root = tmp_path_factory.mktemp("join")
     chosen = experiment()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # fedfa is fedavg on this network, local has nothing to give to newcomers
+        warnings.simplefilter("ignore")  # fedfa is fedavg on this network, local has nothing to give to unseen clients
         fedshift.run(chosen, root / "runs", engine="sequential")
     task = make_task(chosen, 0)
-    made = World(chosen, task, root / "runs", root / "flat" / STRANGER, root / "labelled" / STRANGER)
+    made = World(chosen, task, root / "runs", root / "flat" / UNSEEN, root / "labelled" / UNSEEN)
     pictures = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in task.images[made.index]]
     made.flat.mkdir(parents=True)
     for i, (picture, label) in enumerate(zip(pictures, made.truth, strict=True)):
@@ -124,10 +128,23 @@ def labels(joined: Joined) -> list[str]:
 
 
 def scored(folder: Path, adapter: str) -> list[Any]:
-    """What the run says about its stranger: samples, right answers, loss."""
+    """What the run says about its unseen client: samples, right answers, loss."""
     found = RunFolder(folder).scores()[adapter]
-    (row,) = (row for row in found if row["selection"] == "best-val" and row["metric"].endswith("/original/unseen"))
-    return list(row["by-client"][STRANGER])
+    (row,) = (row for row in found if row.selection == "best-val" and row.metric.column == MEASURED)
+    return list(row.by_client[UNSEEN])
+
+
+def same(one: Tree, other: Tree) -> bool:
+    """The same slots, names and numbers."""
+    names = [{slot: set(leaves) for slot, leaves in tree.items()} for tree in (one, other)]
+    assert names[0] == names[1]
+    return all(torch.equal(leaf, other[slot][name]) for slot, leaves in one.items() for name, leaf in leaves.items())
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """All files below a folder."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def refused(*arguments: Any, **how: Any) -> str:
@@ -142,13 +159,15 @@ def refused(*arguments: Any, **how: Any) -> str:
 
 # ---- the same answers as the run's own scores ---------------------------------------------------------------------------
 @pytest.mark.parametrize("name", sorted(METHODS))
-def test_every_method_serves_a_newcomer_as_its_run_did_or_refuses(name: str, world: World, tmp_path: Path) -> None:
+def test_every_method_serves_an_unseen_client_as_its_run_did_or_refuses(
+    name: str, world: World, tmp_path: Path
+) -> None:
     folder, out = world.folder(name), tmp_path / "out"
-    offers = any(row["metric"].endswith("/unseen") for row in RunFolder(folder).scores()["none"])
+    offers = any(row.metric.population == "unseen" for row in RunFolder(folder).scores()["none"])
     assert offers == (name not in GIVE_NOTHING)
     if not offers:
         said = refused(folder, world.flat, out=out)
-        assert said == f"'{name}' has nothing to give to a client nobody has seen: its clients share no whole model"
+        assert said == f"'{name}' has nothing to give to an unseen client: its clients share no whole model"
         assert not out.exists()
         return
     joined = join(folder, world.flat, "none", out)
@@ -158,7 +177,7 @@ def test_every_method_serves_a_newcomer_as_its_run_did_or_refuses(name: str, wor
     artefact = load(out)
     answers = artefact(read_images(world.flat, (3, 8, 8), artefact.classes).pixels / 255).argmax(1)
     assert [artefact.classes[i] for i in answers.tolist()] == labels(joined)
-    if type(artefact.method).forward is Method.forward:
+    if type(artefact.method).predict is Method.predict:
         artefact.module().load_state_dict(load_file(out / "model.safetensors"), strict=True)
     else:  # several models, or draws: one network alone would answer something else
         assert name in {"fedcir", "fedsr", "knn-per", "pfl-ensemble"}
@@ -170,14 +189,14 @@ CASES = [(method, index) for method, adapters in ADAPTERS.items() for index in r
 
 
 @pytest.mark.parametrize(("method", "index"), CASES, ids=[f"{method}-{index}" for method, index in CASES])
-def test_every_answer_is_that_of_the_federation(method: str, index: int, world: World, tmp_path: Path) -> None:
+def test_every_answer_is_that_of_the_session(method: str, index: int, world: World, tmp_path: Path) -> None:
     (spec,) = (spec for spec in world.experiment.method if spec.name == method)
     adapter = spec.adapters[index]
     setup, compute = make_setup(world.experiment, spec, world.task), Compute()
-    federation = Session(setup, world.task, Sequential(compute), compute, 0, world.experiment.rounds)
+    session = Session(setup, world.task, Sequential(compute), compute, 0, world.experiment.rounds)
     state = RunFolder(world.folder(method)).best(compute.device)
-    deployed = federation.unseen(federation.deploy(state))[STRANGER]
-    client = world.task.client(STRANGER)
+    deployed = session.unseen(session.deploy(state))[UNSEEN]
+    client = world.task.client(UNSEEN)
     samples, setting = world.task.samples(client, "original"), world.task.setting("original")
     shown = list(
         predictions(
@@ -188,21 +207,31 @@ def test_every_answer_is_that_of_the_federation(method: str, index: int, world: 
     joined = join(world.folder(method), world.flat, adapter.title, tmp_path / "out")
     assert labels(joined) == [world.task.classes[i] for i in codes.tolist()]
     assert [item.confidence for item in joined.predictions] == chances.tolist()
-    after = shown[-1][2]["model"]
     saved = load_file(tmp_path / "out" / "model.safetensors")
     assert set(saved) == {*setup.method.arch.parameters, *setup.method.arch.buffers}
-    assert all(torch.equal(leaf, after[name]) for name, leaf in saved.items())
+    assert all(torch.equal(leaf, deployed["model"][name]) for name, leaf in saved.items())
+    artefact = load(tmp_path / "out")
+    assert same(artefact.deployed, deployed)
+    assert same(artefact.state, shown[-1][2])
+    going_on, state = artefact.adapter(adapter.title)
+    assert type(going_on) is type(setup.adapter(adapter, setup.method))
+    assert same(state, shown[-1][2])
     samples_, correct, _ = scored(world.folder(method), adapter.title)
     assert (len(joined.predictions), sum(map(str.__eq__, labels(joined), world.truth))) == (samples_, correct)
 
 
 @pytest.mark.parametrize("adapter", ["fedbn-align passes=2", "bn"])
 def test_adapters_that_move_weights_save_what_they_moved(adapter: str, world: World, tmp_path: Path) -> None:
-    plain, moved = (load_file(join(world.folder("fedbn"), world.flat, name, tmp_path / name).files[0])
-                    for name in ("none", adapter))  # fmt: skip
-    differ = {name for name, leaf in plain.items() if not torch.equal(leaf, moved[name])}
-    statistics = {name for name in plain if "running" in name or "tracked" in name}
+    for name in ("none", adapter):
+        join(world.folder("fedbn"), world.flat, name, tmp_path / name)
+    plain, moved = (load(tmp_path / name) for name in ("none", adapter))
+    assert same(plain.deployed, moved.deployed)
+    assert same(plain.state, plain.deployed)
+    before, after = plain.state["model"], moved.state["model"]
+    differ = {name for name, leaf in before.items() if not torch.equal(leaf, after[name])}
+    statistics = {name for name in before if "running" in name or "tracked" in name}
     assert differ == (statistics if adapter.startswith("fedbn") else set())
+    assert set(moved.adapters[adapter].tensors.get("model", {})) == differ
 
 
 def test_the_round_is_the_one_chosen_by_validation(world: World, tmp_path: Path) -> None:
@@ -228,8 +257,8 @@ def test_an_adapter_joins_at_the_round_that_was_best_after_its_own_adaptation(wo
         train={"lr": 0.5, "batch-size": 16},
     )
     (folder,) = fedshift.run(chosen, tmp_path, engine="sequential").folders
-    found = {title: lines[0]["round"] for title, lines in RunFolder(folder).scores().items()
-             for lines in [[line for line in lines if line["selection"] == "best-val"]]}  # fmt: skip
+    found = {title: lines[0].round for title, lines in RunFolder(folder).scores().items()
+             for lines in [[line for line in lines if line.selection == "best-val"]]}  # fmt: skip
     assert found["none"] != found["fedtta"]
     for title, best in found.items():
         joined = join(folder, world.flat, title)
@@ -239,15 +268,15 @@ def test_an_adapter_joins_at_the_round_that_was_best_after_its_own_adaptation(wo
     assert (unasked.adapter, unasked.round) == ("fedtta", found["fedtta"])
 
 
-def test_newcomers_of_a_mixed_run_choose_their_network(world: World, tmp_path: Path) -> None:
+def test_unseen_clients_of_a_mixed_run_choose_their_network(world: World, tmp_path: Path) -> None:
     models = [{"name": "mlp", "hidden": [6]}, {"name": "mlp", "label": "big", "hidden": [9]}]
     mixed = experiment(
-        model=models, split={"unseen": ["pen", STRANGER], "public": 0.1}, method=[{"name": "fedmd"}], name="mixed"
+        model=models, split={"unseen": ["pen", UNSEEN], "public": 0.1}, method=[{"name": "fedmd"}], name="mixed"
     )
     (folder,) = fedshift.run(mixed, tmp_path, engine="sequential").folders
     task = make_task(mixed, 0)
     names = [client.name for client in task.unseen]
-    assert set(names) == {"pen", STRANGER}
+    assert set(names) == {"pen", UNSEEN}
     for name, network in zip(names, ("mlp", "big"), strict=True):
         source = tmp_path / name
         source.mkdir()
@@ -256,20 +285,20 @@ def test_newcomers_of_a_mixed_run_choose_their_network(world: World, tmp_path: P
             Image.fromarray(image.permute(1, 2, 0).numpy()).save(source / f"{i:04}.png")
         joined = join(folder, source, model=network)
         (row,) = (row for row in RunFolder(folder).scores()["none"]
-                  if row["selection"] == "best-val" and row["metric"].endswith("/original/unseen"))  # fmt: skip
+                  if row.selection == "best-val" and row.metric.column == MEASURED)  # fmt: skip
         truth = [task.classes[i] for i in task.labels[index].tolist()]
-        assert row["by-client"][name][:2] == [len(truth), sum(map(str.__eq__, labels(joined), truth))]
+        assert row.by_client[name][:2] == (len(truth), sum(map(str.__eq__, labels(joined), truth)))
         assert load(joined.files[0].parent).method.arch.feature_size == {"mlp": 6, "big": 9}[network]
     assert joined.networks == ("mlp", "big")
     assert refused(folder, source, model="cnn", out=tmp_path / "x").endswith("it has: mlp, big")
 
 
 def test_a_run_needs_neither_its_data_nor_its_clients(world: World, a_few: Path, tmp_path: Path) -> None:
-    """FedRep's and FedTHE's newcomers get what clients published after phases that need the clients' data."""
+    """FedRep's and FedTHE's unseen clients get what the others gave after phases that need the clients' data."""
     for method in ("fedrep", "fedthe"):
         moved = tmp_path / method
         moved.mkdir()
-        for name in ("config.toml", "welcome.safetensors", "done", "metrics.jsonl"):
+        for name in ("config.toml", "snapshot.safetensors", "done", "metrics.jsonl"):
             shutil.copy(world.folder(method) / name, moved)
         text = (moved / "config.toml").read_text()
         assert 'source = "embedded:digits"' in text
@@ -279,14 +308,14 @@ def test_a_run_needs_neither_its_data_nor_its_clients(world: World, a_few: Path,
 
 
 # ---- what is written ----------------------------------------------------------------------------------------------------
-def test_the_folder_of_a_newcomer(world: World, a_few: Path) -> None:
+def test_the_folder_of_an_unseen_client(world: World, a_few: Path) -> None:
     run = world.folder("fedavg")
     joined = join(run, a_few, "strong")
     folder = run / "joined" / "few-strong"
-    assert [path.name for path in joined.files] == [
-        "model.safetensors", "config.toml", "predictions.csv", "state.safetensors"
+    assert [path.relative_to(folder).as_posix() for path in joined.files] == [
+        "config.toml", "model.safetensors", "predictions.csv", "adapters/strong.safetensors"
     ]  # fmt: skip
-    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in joined.files)
+    assert set(content(folder)) == {path.relative_to(folder).as_posix() for path in joined.files}
     assert [path.name for path in folder.parent.iterdir() if path.name.startswith(".")] == []
     listed = rows(folder / "predictions.csv")
     assert [row["file"] for row in listed] == [f"{i:04}.png" for i in range(5)]
@@ -300,7 +329,11 @@ def test_the_folder_of_a_newcomer(world: World, a_few: Path) -> None:
     }  # fmt: skip
     assert config["network"] == {"name": "mlp", "hidden": [12], "norm": True}
     assert config["method"] == {"name": "fedavg"}
-    assert (config["adapter"]["name"], config["adapter"]["lr"], config["adapter"]["batch-size"]) == ("tent", 0.1, 32)
+    (adapter,) = config["adapter"]
+    assert (adapter["name"], adapter["label"], adapter["lr"], adapter["batch-size"]) == ("tent", "strong", 0.1, 32)
+    assert (config["format"], config["client"], config["using"]) == (2, "few", "strong")
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in content(folder).items()}
+    assert config["files"] == {name: digests[name] for name in ("model.safetensors", "adapters/strong.safetensors")}
     assert config["origin"]["task-hash"] == world.task.hash
     assert config["origin"]["run"] == str(run.resolve())
     assert (config["origin"]["seed"], config["origin"]["selection"]) == (0, "best-val")
@@ -322,10 +355,10 @@ def test_an_artefact_is_a_function_and_its_network_a_module(world: World, a_few:
 def test_nothing_is_written_over(world: World, a_few: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     join(world.folder("fedavg"), a_few, out=out)
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    before = content(out)
     said = refused(world.folder("fedavg"), a_few, out=out)
     assert said == f"{out} is there already; choose another folder with --out, or remove it"
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert content(out) == before
     (tmp_path / "file").write_text("local")
     assert "cannot be written" in refused(world.folder("fedavg"), a_few, out=tmp_path / "file" / "out")
     assert (tmp_path / "file").read_text() == "local"
@@ -337,7 +370,7 @@ def test_a_failure_while_writing_leaves_nothing(
     def broken(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fedshift.runs.artefact._write_csv", broken)
+    monkeypatch.setattr("fedshift.runs.artefact.os.fsync", broken)
     said = refused(world.folder("fedavg"), a_few, out=tmp_path / "new" / "out")
     assert "No space left on device" in said
     assert not (tmp_path / "new").exists()
@@ -346,8 +379,7 @@ def test_a_failure_while_writing_leaves_nothing(
 def test_the_same_call_writes_the_same_bytes(world: World, a_few: Path, tmp_path: Path) -> None:
     for name in "ab":
         join(world.folder("fedicon"), a_few, "fedicon", tmp_path / name)
-    for path in (tmp_path / "a").iterdir():
-        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+    assert content(tmp_path / "a") == content(tmp_path / "b")
 
 
 # ---- images -------------------------------------------------------------------------------------------------------------
@@ -368,7 +400,7 @@ def test_labels_are_compared_with_and_change_nothing(world: World, tmp_path: Pat
 
 def test_class_folders_are_not_shown_class_by_class(world: World, tmp_path: Path) -> None:
     """Tent would see batches of one class, and the order would tell the labels: other folders, the same answers."""
-    renamed = tmp_path / STRANGER
+    renamed = tmp_path / UNSEEN
     turned = dict(zip(world.task.classes, reversed(world.task.classes), strict=True))
     for path in world.labelled.rglob("*.png"):
         target = renamed / turned[path.parent.name] / path.name
@@ -567,9 +599,9 @@ def test_unfinished_old_and_damaged_runs_are_refused(world: World, a_few: Path, 
         return Path(shutil.copytree(world.folder("fedavg"), tmp_path / name, ignore=ignored))
 
     assert "is not finished: go on with fedshift run ... --resume" in refused(copy("unfinished", "done"), a_few)
-    assert "has no welcome.safetensors" in refused(copy("old", "welcome.safetensors"), a_few)
+    assert "has no snapshot.safetensors" in refused(copy("old", "snapshot.safetensors"), a_few)
     damaged = copy("damaged")
-    (damaged / "welcome.safetensors").write_bytes(b"x" * 100)
+    (damaged / "snapshot.safetensors").write_bytes(b"x" * 100)
     assert "is damaged" in refused(damaged, a_few)
     other = copy("other")
     text = (other / "config.toml").read_text()
@@ -584,7 +616,7 @@ def test_a_run_of_an_older_version_is_completed_without_training(world: World, a
     chosen = experiment(rounds=1, method=[{"name": "fedrep"}], name="older")
     (folder,) = fedshift.run(chosen, tmp_path, engine="sequential").folders
     kept = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    (folder / "welcome.safetensors").unlink()
+    (folder / "snapshot.safetensors").unlink()
     assert "repeat its fedshift run to add it" in refused(folder, a_few)
     fedshift.run(chosen, tmp_path, engine="sequential")
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == kept
@@ -626,7 +658,7 @@ def test_runs_on_ones_own_network_join_in_python(world: World, a_few: Path, tmp_
     assert len(joined.predictions) == 5
 
 
-def test_a_lost_weights_file_matters_only_where_newcomers_train(world: World, a_few: Path, tmp_path: Path) -> None:
+def test_a_lost_weights_file_matters_only_where_unseen_clients_train(world: World, a_few: Path, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     from fedshift.models.mlp import MLP
@@ -666,10 +698,10 @@ def test_the_command_says_what_it_did(
     assert code == 0
     samples, correct, _ = scored(world.folder("fedbn"), "none")
     listed = rows(out / "predictions.csv")
-    assert f"{STRANGER} joined fedbn, seed 0" in said
+    assert f"{UNSEEN} joined fedbn, seed 0" in said
     assert f"Accuracy: {100 * correct / samples:.1f} %." in said
     assert "Adapters this run was scored with: none, bn, fedbn-align passes=2" in said
-    assert f"Files in {out}: model.safetensors, config.toml, predictions.csv" in said
+    assert f"Files in {out}: config.toml, model.safetensors, predictions.csv, adapters/none.safetensors" in said
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.splitlines() if line.startswith("│")]
     counts = {row[0]: int(row[1]) for row in cells}
     assert counts.pop("all") == samples
@@ -702,7 +734,6 @@ def test_many_classes_are_summed_up(tmp_path: Path) -> None:
     from rich.console import Console
 
     from fedshift.join.report import summary
-    from fedshift.runs.artefact import Prediction
 
     answers = tuple(Prediction(f"{i}.png", f"class {i % 40}", 0.5) for i in range(60))
     joined = Joined("c", tmp_path, "m", 0, 1, "mlp", "none", ("none",), ("mlp",), answers, None, (), ())

@@ -6,7 +6,6 @@ import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -19,7 +18,7 @@ from fedshift.results.result import Result, Row
 from fedshift.runs.evaluate import Served, _row, _telemetry
 from fedshift.runs.setup import make_task
 from fedshift.store.folder import find_runs
-from fedshift.store.rows import mean_over, summarise
+from fedshift.store.rows import Metric, ScoreRow, Summary, Told, mean_over, summarise
 from tests.runs.test_run import POOL, command, go, lines, refuse, tiny
 
 THREE = [
@@ -67,8 +66,8 @@ def test_published_numbers_are_stored_and_shown(tmp_path: Path) -> None:
     assert cell == f"{result.accuracy('fedavg', rule='last'):.1f} [dim](89.58)[/]"
     assert "(" not in other
     heads = [str(column.header) for column in result.table("last").columns]
-    assert "original\nAVG (paper)" in heads
-    assert "corrupted\nAVG" in heads
+    assert "original\nmean (paper)" in heads
+    assert "corrupted\nmean" in heads
     dicts = [row for row in result.as_dicts() if row["metric"] == "global/original/clients"]
     assert {row["selection"]: row.get("paper") for row in dicts} == {"last": 89.58, "best-val": 89.58, "oracle": None}
 
@@ -113,15 +112,17 @@ def test_the_mean_over_streams_is_a_metric_of_its_own(tmp_path: Path) -> None:
     for row in result.rows:
         for rule in ("last", "best-val"):
             for seed in (0, 1):
-                parts = [row.values[rule, f"global/{s}/clients"][seed] for s in ("original", "out-of-client")]
-                mean = row.values[rule, "global/mean/clients"][seed]
-                for part in ("avg", "all", "worst", "loss"):
-                    assert mean[part] == pytest.approx(statistics.mean(p[part] for p in parts)), (rule, part)
-                assert mean["std"] == pytest.approx(statistics.stdev(p["avg"] for p in parts))
-                assert (mean["clients"], mean["of"]) == (4, ["original", "out-of-client"])
-                assert mean["seed"] == seed
+                streams = ("original", "out-of-client")
+                parts = [row.scores(f"global/{s}/clients", rule)[seed].summary.to_json() for s in streams]
+                mean = row.scores("global/mean/clients", rule)[seed]
+                numbers = mean.summary.to_json()
+                for part in ("client-mean", "pooled", "worst-10", "loss"):
+                    assert numbers[part] == pytest.approx(statistics.mean(p[part] for p in parts)), (rule, part)
+                assert numbers["std"] == pytest.approx(statistics.stdev(p["client-mean"] for p in parts))
+                assert (numbers["clients"], mean.of_streams) == (4, streams)
+                assert mean.seed == seed
     assert [row.paper("global/mean/clients") for row in result.rows] == [70.0, None]
-    assert result.metrics()[-1] == "mean/clients"
+    assert str(result.metrics()[-1]) == "mean/clients"
     assert result.accuracy("fedavg", stream="mean") == result.rows[0].number("global/mean/clients")[0]  # type: ignore[index]
     assert cells(result, "mean")[0].endswith("[dim](70.00)[/]")
     oracle = result.rows[0].number("global/mean/clients", "oracle")
@@ -145,12 +146,13 @@ def test_a_mean_can_be_asked_for_later(tmp_path: Path) -> None:
 
 
 def test_a_stream_without_a_number_leaves_the_mean_without_one() -> None:
-    good = summarise({"a": Score(10, 9, 1.0)}).as_dict()
-    assert mean_over([good, good])["avg"] == pytest.approx(90.0)
-    for bad in (summarise({}).as_dict(), {**good, "avg": None}):
+    good = summarise({"a": Score(10, 9, 1.0)})
+    assert mean_over([good, good]).client_mean == pytest.approx(90.0)
+    for bad in (summarise({}), replace(good, client_mean=None)):
         mean = mean_over([good, bad])
-        assert (mean["avg"], mean["std"]) == (None, None)
-    assert mean_over([good, {**good, "loss": None}])["avg"] == pytest.approx(90.0)
+        assert (mean.client_mean, mean.std) == (None, None)
+    lossless = mean_over([good, replace(good, loss=None)])
+    assert (lossless.client_mean, lossless.loss) == (pytest.approx(90.0), None)
 
 
 def test_means_over_streams_of_an_own_task(tmp_path: Path) -> None:
@@ -178,16 +180,18 @@ def test_the_best_of_a_family_for_each_client(tmp_path: Path) -> None:
         for seed in (0, 1):
             averages = []
             for stream in ("original", "corrupted", "out-of-client"):
-                key = (rule, f"global/{stream}/clients")
-                each = [row.values[key][seed]["by-client"] for row in family]
-                best = {c: max(counts[c][1] / counts[c][0] for counts in each) for c in each[0]}
-                assert bound.values[key][seed]["avg"] == pytest.approx(100 * statistics.mean(best.values()))
-                assert bound.values[key][seed]["worst"] == pytest.approx(100 * min(best.values()))
-                single = max(row.values[key][seed]["avg"] for row in family)
-                assert bound.values[key][seed]["avg"] >= single - 1e-9
-                differ |= bound.values[key][seed]["avg"] > single + 1e-9
-                averages.append(bound.values[key][seed]["avg"])
-            mean = bound.values[rule, "global/mean/clients"][seed]["avg"]
+                key = (rule, Metric("global", stream))
+                each = [row.values[key][seed].by_client for row in family]
+                best = {c: max(counts[c].correct / counts[c].samples for counts in each) for c in each[0]}
+                reached = bound.values[key][seed].summary
+                assert reached.client_mean == pytest.approx(100 * statistics.mean(best.values()))
+                assert reached.worst10 == pytest.approx(100 * min(best.values()))
+                single = max(row.values[key][seed].summary.client_mean or 0 for row in family)
+                assert reached.client_mean is not None
+                assert reached.client_mean >= single - 1e-9
+                differ |= reached.client_mean > single + 1e-9
+                averages.append(reached.client_mean)
+            mean = bound.scores("global/mean/clients", rule)[seed].summary.client_mean
             assert mean == pytest.approx((averages[0] + averages[2]) / 2)
     assert differ  # no single rate is the best for everybody
     assert not list(tmp_path.rglob("*best per client*"))  # never stored as if it were an adapter
@@ -225,28 +229,31 @@ def test_densities_are_added_up_over_clients() -> None:
         ("a", "t"): score(1, {3: 1}, 0.2),
     }
     row = _row(Served("personal", "clients", {}), "s", scores)
-    assert row["telemetry"] == {"e": {"mean": 0.75, "counts": [1, *[0] * 18, 3]}}
-    assert "telemetry" not in _row(Served("personal", "clients", {}), "s", {("a", "s"): Score(1, 1, 1.0)})
-    assert _telemetry([score(2, {1: 2}, 0.1), Score(4, 1, 1.0)])["e"]["counts"][1] == 2
+    assert row.telemetry == {"e": Told(0.75, (1, *[0] * 18, 3))}
+    silent = _row(Served("personal", "clients", {}), "s", {("a", "s"): Score(1, 1, 1.0)})
+    assert "telemetry" not in silent.to_json()
+    assert _telemetry([score(2, {1: 2}, 0.1), Score(4, 1, 1.0)])["e"].counts[1] == 2
 
 
-def told(counts: list[int], mean: float) -> dict[str, Any]:
-    numbers = {"avg": 50.0, "all": 50.0, "std": 1.0, "worst": 40.0, "loss": 1.0, "clients": 4}
-    return {**numbers, "telemetry": {"e": {"mean": mean, "counts": counts}}}
+def told(stream: str, counts: list[int], mean: float) -> ScoreRow:
+    summary = Summary(50.0, 50.0, 1.0, 40.0, 1.0, clients=4)
+    return ScoreRow(Metric("personal", stream), summary, "best-val", telemetry={"e": Told(mean, tuple(counts))})
 
 
 def made_up() -> Result:
     low, high = [10, *[1] * 18, 0], [0, *[1] * 18, 10]
-    values = {
-        ("best-val", "personal/original/clients"): [told(low, 0.2), told(low, 0.3)],
-        ("best-val", "personal/out-of-client/clients"): [told(high, 0.8), told(high, 0.8)],
-    }
-    plain = {key: value for key, value in told(low, 0.2).items() if key != "telemetry"}
-    values["best-val", "personal/mean/clients"] = [plain, plain]
+    plain = replace(told("mean", low, 0.2), telemetry={})
+    rows = [
+        told("original", low, 0.2),
+        told("original", low, 0.3),
+        *[told("out-of-client", high, 0.8)] * 2,
+        *[plain] * 2,
+    ]
+    values = {("best-val", row.metric): [other for other in rows if other.metric == row.metric] for row in rows}
     cost = {"bytes-up": 1.0, "bytes-down": 1.0, "seconds-per-round": 1.0}
-    silent = {key: [{k: v for k, v in n.items() if k != "telemetry"} for n in found] for key, found in values.items()}
-    rows = [Row("fedthe", "the", (), (0, 1), values, cost), Row("fedavg", "none", (), (0, 1), silent, cost)]
-    return Result(tuple(rows), ())
+    silent = {key: [replace(row, telemetry={}) for row in found] for key, found in values.items()}
+    whole = (Row("fedthe", "the", (), (0, 1), values, cost), Row("fedavg", "none", (), (0, 1), silent, cost))
+    return Result(whole, ())
 
 
 def test_the_table_and_the_picture_of_what_adapters_tell(tmp_path: Path) -> None:
@@ -312,7 +319,7 @@ def test_run_and_show_print_everything(
     shown = command(monkeypatch, capsys, "show", tmp_path / "runs")
     for text in (said, shown):
         for words in (
-            "AVG (paper)", "(64.25)", "(60.00)", "fixed e, best per client (uses labels)", "What adapters tell", "mean",
+            "mean (paper)", "(64.25)", "(60.00)", "fixed e, best per client (uses labels)", "What adapters tell", "mean",
             "- Their [bold] split differs.",
         ):  # fmt: skip
             assert words in text, words

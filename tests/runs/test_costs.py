@@ -34,6 +34,7 @@ from fedshift.runs.session import Session
 from fedshift.runs.setup import make_setup, make_task
 from fedshift.store.costs import Costs, measured
 from fedshift.store.folder import find_runs
+from fedshift.store.lines import History
 from tests.conftest import ragged_task
 from tests.runs.test_run import POOL, command, go, lines, tiny
 
@@ -44,7 +45,7 @@ ALEXNET = 12_974_154  # parameters for ten classes, methods.md 6.2
 NORMALISED = 64 + 192 + 384 + 256 + 256 + 1024 + 1024  # channels that AlexNet's BatchNorms see
 
 
-def federation(
+def session_of(
     method: str = "fedavg",
     network: nn.Module | Callable[[], nn.Module] | None = None,
     task: Task | None = None,
@@ -59,14 +60,14 @@ def federation(
 
 
 def counted(method: str = "fedavg", network: Any = None, rounds: int = 3, **more: Any) -> Costs:
-    costs = count(federation(method, network, rounds=rounds, **more), rounds)
+    costs = count(session_of(method, network, rounds=rounds, **more), rounds)
     assert costs.notes == ()
     return costs
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------------
 def alexnet(method: str, **more: Any) -> Session:
-    return federation(method, task=ragged_task((4, 3), side=64, classes=10), model={"name": "alexnet"}, **more)
+    return session_of(method, task=ragged_task((4, 3), side=64, classes=10), model={"name": "alexnet"}, **more)
 
 
 def test_alexnet_has_the_published_size() -> None:
@@ -172,7 +173,7 @@ def test_the_mean_over_rounds_of_different_kinds() -> None:
     """FedICON: two views and their similarities in the experiment's rounds, then a head on features."""
     body, head = LAYERS[hidden]
     options = {"head-rounds": 5, "head-epochs": 3}
-    costs = count(federation("fedicon", hidden, options=options), rounds := 3 + 5)
+    costs = count(session_of("fedicon", hidden, options=options), rounds := 3 + 5)
     step = 2 * BATCH * 2 * 2 * body + 3 * 2 * (2 * BATCH) ** 2 * 6
     assert costs.steps == {"model/contrastive": step, "model/head": BATCH * 4 * head, "model/descriptor": 0}
     images = sum(RAGGED) / len(RAGGED)
@@ -190,7 +191,7 @@ def test_no_rounds_have_no_flops() -> None:
 def test_every_method_is_counted_without_computing(method: str) -> None:
     experiment = tiny(split={"public": 0.1})
     task = make_task(experiment, 0, POOL)
-    fed = federation(method, task=task, model={"name": "cnn", "width": 2, "hidden": 6, "norm": True})
+    fed = session_of(method, task=task, model={"name": "cnn", "width": 2, "hidden": 6, "norm": True})
     meta, real = (_with_flops(Costs(), fed, 3, Compute(torch.device(device))) for device in ("meta", "cpu"))
     assert meta.flops_round is not None
     assert meta.flops_round > 0
@@ -203,7 +204,7 @@ def test_every_method_is_counted_without_computing(method: str) -> None:
 @pytest.mark.parametrize(("method", "gaussians"), [("fedgen", 0), ("fedcir", 1000)])
 def test_the_servers_own_training_by_hand(method: str, gaussians: int) -> None:
     """Five steps of a generator on everybody's heads, and for FedCiR what its Gaussians are fitted to."""
-    fed = federation(method, hidden)
+    fed = session_of(method, hidden)
     size, classes, batch, heads = 6, 4, 32, len(RAGGED)
     inner, outer = (classes + size) * 8 * size, 8 * size * size
     step = 2 * batch * (2 * inner + 3 * outer + 2 * heads * classes * size)
@@ -324,8 +325,8 @@ def test_a_resumed_run_has_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Mo
 # ---- seconds and memory ---------------------------------------------------------------------------------------------------
 def test_seconds_are_a_median_without_the_first_round() -> None:
     def of(*seconds: float) -> float | None:
-        rounds = [{"participants": 1, "bytes-up": 1, "bytes-down": 1, "seconds": s} for s in seconds]
-        return measured(Costs(), [*rounds, {"round": 1, "seconds": 99.0}], None).seconds_per_round
+        rounds = [{"round": 1, "participants": 1, "bytes-up": 1, "bytes-down": 1, "seconds": s} for s in seconds]
+        return measured(Costs(), History.of([*rounds, {"round": 1, "seconds": 99.0}]).rounds, None).seconds_per_round
 
     assert (of(9, 1, 2, 4), of(9), of(9, 3), of()) == (2, 9, 3, None)
 
@@ -477,7 +478,7 @@ def test_run_and_show_print_the_costs(
     said = command(monkeypatch, capsys, "run", tmp_path / "ledger.toml", "--out", out, "--engine", "sequential")
     shown = command(monkeypatch, capsys, "show", out)
     for text in (said, shown):
-        ledger = text[text.index("Costs") :].partition("The same AVG")[0]
+        ledger = text[text.index("Costs") :].partition("The same client mean")[0]
         assert ledger.count("fedper") == 1  # adapters share it
         for words in ("meters", "GFLOPs: 2 per multiply-add", "Up, down:", "Once:", "Round s:", "Step MiB:"):
             assert words in ledger, words

@@ -28,6 +28,7 @@ from fedshift.runs.progress import Silent
 from fedshift.runs.setup import make_setup, make_task
 from fedshift.store.features import Features, positions_of
 from fedshift.store.folder import FEATURES
+from fedshift.store.rows import ClientScore, Metric, ScoreRow, Summary
 from fedshift.store.trees import load
 from tests.conftest import ragged_task
 from tests.runs.test_run import POOL, SIZES, command, go, tiny
@@ -126,7 +127,7 @@ def test_more_than_there_are_is_all_there_are(tmp_path: Path) -> None:
     right = {
         name: int((made.predictions == made.labels)[made.client == k].sum()) for k, name in enumerate(made.clients)
     }
-    scored = result.rows[0].values["best-val", "global/original/clients"][0]["by-client"]
+    scored = result.rows[0].scores("global/original/clients")[0].by_client
     assert right == {name: correct for name, (_, correct, _) in scored.items()}
 
 
@@ -302,19 +303,20 @@ def test_the_numbers_of_a_radar_are_the_scores(tmp_path: Path) -> None:
         ]  # fmt: skip
         for row, found in zip(rows, result.rows, strict=True):
             kind = "personal" if row["method"] == "ditto" else "global"
-            seeds = [value["by-client"] for value in found.values["best-val", f"{kind}/{metric}"]]
+            seeds = [score.by_client for score in found.scores(f"{kind}/{metric}")]
             assert len(seeds) == 2
             assert set(row["accuracy"]) == set(SIZES)
             for name, number in row["accuracy"].items():
-                assert number == pytest.approx(statistics.mean(100 * own[name][1] / own[name][0] for own in seeds))
+                assert number == pytest.approx(statistics.mean(100 * own[name].correct / own[name].samples for own in seeds))
             average = found.number(f"{kind}/{metric}")
             assert average is not None
             assert statistics.mean(row["accuracy"].values()) == pytest.approx(average[0])
 
 
 def made_up(counts: Mapping[str, list[float]], methods: int = 1, adapters: int = 1) -> Result:
-    value = {"avg": 50.0, "by-client": counts}
-    values = {("best-val", f"global/{stream}/clients"): [value] for stream in ("original", "corrupted")}
+    by_client = {name: ClientScore(int(n), int(right), loss) for name, (n, right, loss) in counts.items()}
+    metrics = [Metric("global", stream) for stream in ("original", "corrupted")]
+    values = {("best-val", m): [ScoreRow(m, Summary(client_mean=50.0), by_client=by_client)] for m in metrics}
     pairs = [(f"method {m}", f"adapter {a}") for m in range(methods) for a in range(adapters)]
     return Result(tuple(Row(method, adapter, (), (0,), values) for method, adapter in pairs), ())
 
@@ -327,7 +329,7 @@ def test_a_radar_needs_three_clients(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no accuracies by client under selection rule 'oracle'"):
         radar_numbers(two, "oracle")
     three = made_up({"a": [10, 5, 1.0], "b": [10, 6, 1.0], "c": [10, 10, 0.0]})
-    assert radar_numbers(three)["original/clients"] == {0: {"a": 50.0, "b": 60.0, "c": 100.0}}
+    assert radar_numbers(three)[Metric("", "original")] == {0: {"a": 50.0, "b": 60.0, "c": 100.0}}
 
 
 @pytest.mark.parametrize("shape", [(14, 1), (7, 2), (3, 5)])

@@ -102,7 +102,7 @@ def test_the_folder_of_a_run(tmp_path: Path) -> None:
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert files == sorted(
         ["config.toml", "metrics.jsonl", "ckpt-000003.safetensors", "best.safetensors", "done", "costs.json",
-         "welcome.safetensors", "adapters/none.jsonl", "adapters/tent lr=0.01.jsonl"]
+         "snapshot.safetensors", "adapters/none.jsonl", "adapters/tent lr=0.01.jsonl"]
     )  # fmt: skip
     task = make_task(experiment, 4, POOL)
     config = tomllib.loads((folder / "config.toml").read_text())
@@ -121,8 +121,8 @@ def test_the_folder_of_a_run(tmp_path: Path) -> None:
     rounds = [line for line in lines(folder / "metrics.jsonl") if "train/loss" in line]
     assert [line["round"] for line in rounds] == [1, 2, 3]
     for line in rounds:
-        assert {"participants", "left-out", "bytes-down", "bytes-up", "seconds"} < set(line)
-        assert (line["participants"], line["left-out"]) == (4, [])
+        assert {"participants", "diverged", "bytes-down", "bytes-up", "seconds"} < set(line)
+        assert (line["participants"], line["diverged"]) == (4, [])
         assert line["train/loss"] > 0
     scored = [line for line in lines(folder / "metrics.jsonl") if "personal/val/clients" in line]
     assert [line["round"] for line in scored] == [1, 2, 3]
@@ -173,15 +173,15 @@ def by_hand(counts: Mapping[str, list[float]]) -> dict[str, float]:
     samples = sum(n for n, _, _ in counts.values())
     worst = accuracies[: max(1, len(accuracies) // 10)]
     return {
-        "avg": statistics.mean(accuracies),
-        "all": 100 * sum(correct for _, correct, _ in counts.values()) / samples,
+        "client_mean": statistics.mean(accuracies),
+        "pooled": 100 * sum(correct for _, correct, _ in counts.values()) / samples,
         "std": statistics.pstdev(accuracies),
-        "worst": statistics.mean(worst),
+        "worst10": statistics.mean(worst),
         "loss": sum(loss for _, _, loss in counts.values()) / samples,
     }
 
 
-def test_avg_all_std_and_worst_from_the_counts(tmp_path: Path) -> None:
+def test_client_mean_pooled_std_and_worst_tenth_from_the_counts(tmp_path: Path) -> None:
     result = go(
         tiny(stream=BOTH, method=[{"name": "fedavg", "adapters": ["none", {"name": "tent", "params": "all"}]}]),
         tmp_path,
@@ -191,18 +191,19 @@ def test_avg_all_std_and_worst_from_the_counts(tmp_path: Path) -> None:
         for (rule, metric), (numbers,) in row.values.items():
             if rule == "oracle":
                 continue
-            counts = numbers["by-client"]
+            counts, summary = numbers.by_client, numbers.summary
             assert {name: n for name, (n, _, _) in counts.items()} == {c.name: len(c.test) for c in task.clients}
             for part, value in by_hand(counts).items():
-                assert numbers[part] == pytest.approx(value, abs=1e-3 if part == "loss" else 1e-9), (metric, part)
-                assert row.number(metric, rule, part) == (pytest.approx(numbers[part]), 0.0)
-            assert numbers["clients"] == 4
-            assert abs(numbers["avg"] - numbers["all"]) > 1e-3  # clients differ in size: two different numbers
+                found = getattr(summary, part)
+                assert found == pytest.approx(value, abs=1e-3 if part == "loss" else 1e-9), (metric, part)
+                assert row.number(metric, rule, part) == (pytest.approx(found), 0.0)
+            assert summary.clients == 4
+            assert abs(summary.client_mean - summary.pooled) > 1e-3  # clients differ in size: two different numbers
     first = result.rows[0]
-    assert result.accuracy("fedavg") == first.values["best-val", "global/original/clients"][0]["avg"]
+    assert result.accuracy("fedavg") == first.scores("global/original/clients")[0].summary.client_mean
     assert (
         result.accuracy("fedavg", "tent params=all", "corrupted", "last")
-        == (result.rows[1].values["last", "global/corrupted/clients"][0]["avg"])
+        == (result.rows[1].scores("global/corrupted/clients", "last")[0].summary.client_mean)
     )
     with pytest.raises(UserError, match="no result of method 'fedavg' with adapter 't3a' on stream 'original'"):
         result.accuracy("fedavg", "t3a")
@@ -232,7 +233,7 @@ def test_the_worst_tenth_of_many_clients() -> None:
     for part, value in expected.items():
         assert getattr(summary, part) == pytest.approx(value)
     lowest = sorted(s.accuracy for s in scores.values())
-    assert summary.worst == pytest.approx(50 * (lowest[0] + lowest[1]))  # two of twenty-five
+    assert summary.worst10 == pytest.approx(50 * (lowest[0] + lowest[1]))  # two of twenty-five
     lost = summarise({**scores, "empty": Score(0, 0, 0.0)})
     assert lost == summary  # a client without samples has no accuracy
     assert mean_and_std([5.0]) == (5.0, 0.0)
@@ -254,22 +255,23 @@ def test_three_selection_rules(tmp_path: Path) -> None:
     for seed, folder in enumerate(result.folders):
         scored = {line["round"]: line for line in lines(folder / "metrics.jsonl") if "global/val/clients" in line}
         assert list(scored) == [1, 2, 3, 4, 5, 6, 7]
-        pooled = [scored[r]["global/val/clients"]["all"] for r in scored]
+        pooled = [scored[r]["global/val/clients"]["pooled"] for r in scored]
         best = 1 + pooled.index(max(pooled))  # the first of equals
         chosen.append(best)
-        means = [scored[r]["global/val/clients"]["avg"] for r in scored]
+        means = [scored[r]["global/val/clients"]["client-mean"] for r in scored]
         by_mean.append(1 + means.index(max(means)))
         done = json.loads((folder / "done").read_text())
         assert done["best-round"] == best
-        found = {rule: plain.values[rule, metric][seed] for rule in ("last", "best-val", "oracle")}
-        assert (found["last"]["round"], found["best-val"]["round"]) == (7, best)
+        found = {rule: plain.scores(metric, rule)[seed] for rule in ("last", "best-val", "oracle")}
+        assert (found["last"].round, found["best-val"].round) == (7, best)
         for rule, at in (("last", 7), ("best-val", best)):
-            for part in ("avg", "all", "std", "worst"):
-                assert found[rule][part] == scored[at][metric][part], (seed, rule, part)
-        tests = {r: scored[r][metric]["avg"] for r in scored}
-        assert found["oracle"]["avg"] == max(tests.values())
-        assert tests[found["oracle"]["round"]] == max(tests.values())
-        assert found["oracle"]["avg"] >= max(found["last"]["avg"], found["best-val"]["avg"])
+            for part in ("client-mean", "pooled", "std", "worst-10"):
+                assert found[rule].summary.to_json()[part] == scored[at][metric][part], (seed, rule, part)
+        tests = {r: scored[r][metric]["client-mean"] for r in scored}
+        reached = {rule: score.summary.client_mean for rule, score in found.items()}
+        assert reached["oracle"] == max(tests.values())
+        assert tests[found["oracle"].round] == max(tests.values())
+        assert reached["oracle"] >= max(reached["last"], reached["best-val"])
         assert load(folder / "best.safetensors")[1]["round"] == best
     assert any(best != 7 for best in chosen)
     assert any(a != b for a, b in zip(chosen, by_mean, strict=True))
@@ -292,7 +294,7 @@ def test_seeds_give_mean_and_deviation(tmp_path: Path) -> None:
     (row,) = result.rows
     assert row.seeds == (3, 5, 8)
     assert [json.loads((folder / "done").read_text())["seed"] for folder in result.folders] == [3, 5, 8]
-    for part in ("avg", "all", "worst"):
+    for part in ("client_mean", "pooled", "worst10"):
         each = []
         for seed in (3, 5, 8):
             (alone,) = go(tiny(seeds=[seed]), tmp_path / "alone").rows
@@ -360,11 +362,11 @@ TRAINED: list[tuple[int, tuple[str, ...]]] = []
 def who_trains(participation: float, seed: int, clients: int = 10, rounds: int = 6) -> list[tuple[str, ...]]:
     task = ragged_task((3,) * clients)
     setup = make_setup(tiny(), MethodSpec(name="fedavg"), task)
-    federation = Session(setup, task, Watched(), Compute(), seed, rounds, participation)
+    session = Session(setup, task, Watched(), Compute(), seed, rounds, participation)
     TRAINED.clear()
-    state = federation.start()
+    state = session.start()
     for _ in range(rounds):
-        state, report = federation.step(state)
+        state, report = session.step(state)
         assert report.participants == len(TRAINED[-1][1])
     assert [number for number, _ in TRAINED] == list(range(rounds))
     return [names for _, names in TRAINED]
@@ -438,11 +440,11 @@ def test_after_local_is_scored_for_every_method(name: str, tmp_path: Path) -> No
     alone = name != "centralised"  # clients train for themselves
     for rule in ("last", "best-val"):
         expected = [f"{kind}/original/clients", *(["after-local/original/clients"] if alone else [])]
-        assert [metric for r, metric in row.values if r == rule] == expected
-    assert not [metric for _, metric in adapted.values if metric.startswith("after-local")]
+        assert [str(metric) for r, metric in row.values if r == rule] == expected
+    assert not [metric for _, metric in adapted.values if metric.model == "after-local"]
     if not alone:
         return
-    before, after = (row.values["last", f"{model}/original/clients"][0]["by-client"] for model in (kind, "after-local"))
+    before, after = (row.scores(f"{model}/original/clients", "last")[0].by_client for model in (kind, "after-local"))
     assert list(before) == list(after)
     if name in ("fedavg", "local"):
         assert all(before[client] != after[client] for client in before)  # one more local round changed every client
@@ -451,12 +453,12 @@ def test_after_local_is_scored_for_every_method(name: str, tmp_path: Path) -> No
 def test_after_a_local_round_without_a_step_nothing_is_different(tmp_path: Path) -> None:
     settings = {"rounds": 1, "evaluate": {"after-local": True}, "train": {"lr": 0.0}}
     (row,) = go(tiny(**settings), tmp_path).rows
-    before, after = (row.values["last", f"{model}/original/clients"][0] for model in ("global", "after-local"))
-    assert before["by-client"] == after["by-client"]
+    before, after = (row.scores(f"{model}/original/clients", "last")[0] for model in ("global", "after-local"))
+    assert before.by_client == after.by_client
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedbn", "ditto", "fedper", "scaffold", "finetune"])
-def test_clients_nobody_has_seen_have_rows_of_their_own(name: str, tmp_path: Path) -> None:
+def test_unseen_clients_have_rows_of_their_own(name: str, tmp_path: Path) -> None:
     settings = {"split": {"unseen": ["south"]}, "model": {"name": "mlp", "hidden": [4], "norm": True}}
     method = {"name": name, "adapters": ["none", "bn"]}
     result = go(tiny(**settings, stream=BOTH, method=[method]), tmp_path)
@@ -464,22 +466,20 @@ def test_clients_nobody_has_seen_have_rows_of_their_own(name: str, tmp_path: Pat
     for row in result.rows:
         for rule in ("last", "best-val"):
             for stream in ("original", "corrupted"):
-                seen = row.values[rule, f"{kind}/{stream}/clients"][0]["by-client"]
-                unseen = row.values[rule, f"{kind}/{stream}/unseen"][0]["by-client"]
+                seen = row.scores(f"{kind}/{stream}/clients", rule)[0].by_client
+                unseen = row.scores(f"{kind}/{stream}/unseen", rule)[0].by_client
                 assert sorted(seen) == ["east", "north", "west"]
                 assert {client: counts[0] for client, counts in unseen.items()} == {"south": SIZES["south"]}
 
 
 @pytest.mark.parametrize("name", ["local", "lg-fedavg"])
-def test_methods_that_give_newcomers_nothing_have_no_row_for_them_and_say_so(name: str, tmp_path: Path) -> None:
-    with pytest.warns(
-        UserWarning, match=f"{name} has nothing to give to clients nobody has seen; that row is left out"
-    ):
+def test_methods_that_give_unseen_clients_nothing_have_no_row_for_them_and_say_so(name: str, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=f"{name} has nothing to give to unseen clients; that row is left out"):
         result = go(tiny(split={"unseen": ["south"]}, method=[{"name": name}]), tmp_path)
-    assert {metric for row in result.rows for _, metric in row.values} == {"personal/original/clients"}
+    assert {str(metric) for row in result.rows for _, metric in row.values} == {"personal/original/clients"}
 
 
-def test_newcomers_of_fedavg_get_the_global_model(tmp_path: Path) -> None:
+def test_unseen_clients_of_fedavg_get_the_global_model(tmp_path: Path) -> None:
     result = go(tiny(split={"unseen": ["south"]}), tmp_path)
     module = MLP(hidden=(4,)).make((3, 8, 8), 3).eval()
     module.load_state_dict(load(next(result.folders[0].glob("ckpt-*")))[0]["server"]["model"])
@@ -487,7 +487,7 @@ def test_newcomers_of_fedavg_get_the_global_model(tmp_path: Path) -> None:
     with torch.no_grad():
         logits = module((task.images[task.unseen[0].test].float() / 255 - 0.5) / 0.5)
     correct = int((logits.argmax(1) == task.labels[task.unseen[0].test]).sum())
-    assert result.rows[0].values["last", "global/original/unseen"][0]["by-client"]["south"][:2] == [40, correct]
+    assert result.rows[0].scores("global/original/unseen", "last")[0].by_client["south"][:2] == (40, correct)
 
 
 def test_baselines_are_added_once(tmp_path: Path) -> None:
@@ -705,12 +705,12 @@ def halved() -> Iterator[str]:
 
         way: float = 0.5
 
-        def aggregate(self, server: Tree, ups: Mapping[str, Tree], now: Any, draws: Any) -> Tree:
-            mean = super().aggregate(server, ups, now, draws)["model"]
-            return {
-                **server,
-                "model": {n: server["model"][n] + self.way * (mean[n] - server["model"][n]) for n in mean},
-            }
+        def aggregate(
+            self, server: Tree, ups: Mapping[str, Tree], ctx: fedshift.ServerContext
+        ) -> tuple[Tree, fedshift.Tensors]:
+            after, metrics = super().aggregate(server, ups, ctx)
+            start, mean = server["model"], after["model"]
+            return {**server, "model": {n: start[n] + self.way * (mean[n] - start[n]) for n in mean}}, metrics
 
     yield "halved"
     METHODS._entries.pop("halved")
@@ -742,7 +742,7 @@ def test_an_own_method_needs_no_change_of_the_package(
         go(tiny(method=[{"name": halved, "wai": 1}]), tmp_path)
     engines = [go(tiny(method=methods[:1]), tmp_path / e, engine=e).rows[0].values for e in ("sequential", "vmapped")]
     for key, (numbers,) in engines[0].items():
-        assert numbers["avg"] == engines[1][key][0]["avg"]
+        assert numbers.summary.client_mean == engines[1][key][0].summary.client_mean
 
 
 def test_the_registry_is_as_it_was() -> None:
@@ -789,9 +789,9 @@ def test_engines_give_equal_numbers(tmp_path: Path) -> None:
         for local, theirs in zip(result.rows, reference.rows, strict=True):
             assert list(local.values) == list(theirs.values)
             for key, (numbers,) in theirs.values.items():
-                for part in ("avg", "all", "std", "worst"):
-                    assert local.values[key][0][part] == numbers[part], (name, local.method, local.adapter, key, part)
-                assert local.values[key][0]["loss"] == pytest.approx(numbers["loss"], rel=1e-3)
+                (found,) = local.values[key]
+                assert replace(found.summary, loss=numbers.summary.loss) == numbers.summary, (name, local.method, key)
+                assert found.summary.loss == pytest.approx(numbers.summary.loss, rel=1e-3)
             assert local.cost["bytes-up"] == theirs.cost["bytes-up"]
 
 
@@ -854,10 +854,11 @@ def test_run_and_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     }  # fmt: skip
     assert {row["selection"] for row in rows} == {"last", "best-val", "oracle"}
     for row in rows:
-        model, stream, population = row["metric"].split("/")
+        model, stream, population = (row[key] for key in ("model", "stream", "population"))
+        assert row["metric"] == f"{model}/{stream}/{population}"
         assert (stream in ("original", "corrupted"), population) == (True, "clients")
         assert model == ("global" if row["method"] == "fedavg" else "personal")
-        assert 0 <= row["worst"] <= row["avg"] <= 100
+        assert 0 <= row["worst-10"] <= row["client-mean"] <= 100
         assert row["seed"] == 0
     one = next((tmp_path / "cli" / "fedavg").iterdir())
     alone = json.loads(command(monkeypatch, capsys, "show", one, "--format", "json"))
@@ -902,7 +903,7 @@ WILD: dict[str, dict[str, object]] = {
         "method": [{"name": "fedavg", "adapters": [{"name": "tent", "params": "all", "lr": 1e30, "batch-size": 8}]}]
     },
     "no validation": {"split": {"train": 0.7, "val": 0.0, "test": 0.3}},
-    "tests at strangers only": {"split": {"train": 0.8, "val": 0.2, "test": 0.0, "unseen": ["east"]}},
+    "tests at unseen clients only": {"split": {"train": 0.8, "val": 0.2, "test": 0.0, "unseen": ["east"]}},
     "no round": {"rounds": 0},
     "no step": {"train": {"local-epochs": 0}},
 }
@@ -923,20 +924,20 @@ def test_files_never_hold_nan(
     command(monkeypatch, capsys, "show", tmp_path)
     if case == "no validation":
         assert json.loads((result.folders[0] / "done").read_text())["best-round"] == -1
-        last, best = (result.rows[0].values[rule, "global/original/clients"][0] for rule in ("last", "best-val"))
-        assert last["by-client"] == best["by-client"]
-    if case == "tests at strangers only":
-        values = result.rows[0].values
-        assert values["last", "global/original/clients"][0]["avg"] is None
-        assert values["last", "global/original/unseen"][0]["avg"] >= 0
+        last, best = (result.rows[0].scores("global/original/clients", rule)[0] for rule in ("last", "best-val"))
+        assert last.by_client == best.by_client
+    if case == "tests at unseen clients only":
+        row = result.rows[0]
+        assert row.scores("global/original/clients", "last")[0].summary.client_mean is None
+        assert row.scores("global/original/unseen", "last")[0].summary.client_mean >= 0  # type: ignore[operator]
 
 
 @pytest.mark.filterwarnings("ignore:.*was left out of round")
 def test_clients_that_diverge_are_named_and_left_out(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="client 'east' was left out of round 1, its loss or update is not finite"):
         (folder,) = go(tiny(train={"lr": 1e30, "batch-size": 4}), tmp_path).folders
-    rounds = [line for line in lines(folder / "metrics.jsonl") if "left-out" in line]
-    assert rounds[0]["left-out"] == sorted(SIZES)
+    rounds = [line for line in lines(folder / "metrics.jsonl") if "diverged" in line]
+    assert rounds[0]["diverged"] == sorted(SIZES)
     start = server_model(go(tiny(rounds=0), tmp_path / "start").folders[0])
     for name, leaf in server_model(folder).items():
         assert torch.equal(leaf, start[name])  # nobody was sound, so the server stays where it was

@@ -18,10 +18,10 @@ from fedshift.engines.vmapped.multi_seed import Together, share_images
 from fedshift.experiment.schema import AdapterSpec, EvaluateSpec, Experiment, MethodSpec
 from fedshift.runs import evaluate as scoring
 from fedshift.runs import train as training
-from fedshift.runs.deployment import Welcome
-from fedshift.runs.plan import Job
+from fedshift.runs.deployment import Snapshot
+from fedshift.runs.plan import Job, planned
 from fedshift.runs.progress import Silent
-from fedshift.runs.run import _jobs, run
+from fedshift.runs.run import run
 from fedshift.runs.session import Session, step_together
 from fedshift.runs.setup import make_setup, make_task
 
@@ -46,7 +46,7 @@ def gap(a: Tree, b: Tree) -> float:
 
 
 # one client has nobody beside it, seeds with public images have not the same ones, and some keep what all clients of a
-# federation receive only once
+# run receive only once
 ALONE = ("centralised", "fedmd", "hetero-tent", "heterofedtta", *(n for n, e in METHODS.items() if e.make.common))
 
 
@@ -56,13 +56,13 @@ def test_rounds_of_three_seeds_together_are_their_own_rounds(name: str) -> None:
     # BatchNorm only where it is needed: it gives constant pixels a gradient of rounding noise, whose sign some methods use
     spec = MethodSpec(name=name, model={"norm": bool(METHODS[name].make.requires)})
 
-    def federations(engine: Vmapped) -> list[Session]:
+    def sessions(engine: Vmapped) -> list[Session]:
         setups = [make_setup(SMALL, spec, task) for task in tasks]
         return [Session(s, t, engine, DOUBLE, k, 3) for k, (s, t) in enumerate(zip(setups, tasks, strict=True))]
 
-    alone, joint = federations(Vmapped(DOUBLE)), federations(Vmapped(DOUBLE))
-    assert share_images([federation.training for federation in joint])
-    stack = Together([federation.training for federation in joint])
+    alone, joint = sessions(Vmapped(DOUBLE)), sessions(Vmapped(DOUBLE))
+    assert share_images([session.training for session in joint])
+    stack = Together([session.training for session in joint])
     expected, states = [f.start() for f in alone], [f.start() for f in joint]
     for _ in range(2):
         expected = [f.step(state)[0] for f, state in zip(alone, expected, strict=True)]
@@ -89,7 +89,7 @@ def test_a_run_of_stacked_seeds_writes_what_single_ones_write(tmp_path: Path, mo
         assert one.values.keys() == other.values.keys()
         for key, numbers in one.values.items():
             for a, b in zip(numbers, other.values[key], strict=True):
-                assert a["all"] == pytest.approx(b["all"], abs=1.0)  # float32 in another order
+                assert a.summary.pooled == pytest.approx(b.summary.pooled, abs=1.0)  # float32 in another order
 
 
 def test_a_run_that_lags_behind_catches_up_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_only_alike_runs_share_a_stack(tmp_path: Path) -> None:
             "sweep": {"train.lr": [0.01, 0.1]},
         }
     )
-    jobs = list(_jobs(swept, tmp_path, None, None, Silent()))
+    jobs = list(planned(swept, tmp_path, None, None, Silent()))
     made = training.stackable(jobs, 256)
     assert len(jobs) == 8
     assert sorted(len(group) for group in made) == [2, 2, 2, 2]
@@ -142,32 +142,30 @@ def test_an_adapter_chooses_its_round_after_its_own_adaptation(tmp_path: Path) -
     plain = SMALL.model_copy(update={"rounds": 6, "method": [method], "evaluate": EvaluateSpec(every=1)})
     adapted = plain.model_copy(update={"evaluate": EvaluateSpec(every=1, adapted=True)})
     run(adapted, tmp_path, engine="sequential")
-    (job,) = _jobs(adapted, tmp_path, None, None, Silent())
+    (job,) = planned(adapted, tmp_path, None, None, Silent())
     lines = [line for line in job.folder.lines() if "adapter" in line]
     assert [line["round"] for line in lines] == [1, 2, 3, 4, 5, 6]
 
     engine = Sequential(Compute())
-    federation = job.federation(engine, Compute(), Silent())
-    state, reached = federation.start(), []
+    session = job.session(engine, Compute(), Silent())
+    state, reached = session.start(), []
     for line in lines:
-        state, _ = federation.step(state)
-        scores = federation.evaluate(
-            job.setup.adapters(method.adapters[1]), federation.deploy(state).trained(), ["val"]
-        )
+        state, _ = session.step(state)
+        scores = session.evaluate(job.setup.adapters(method.adapters[1]), session.deploy(state).trained(), ["val"])
         reached.append(100 * sum(s.correct for s in scores.values()) / sum(s.samples for s in scores.values()))
-        assert line["val"]["all"] == pytest.approx(reached[-1])
+        assert line["val"]["pooled"] == pytest.approx(reached[-1])
     stored = {
-        name: next(row["round"] for row in rows if row["selection"] == "best-val")
+        name: next(row.round for row in rows if row.selection == "best-val")
         for name, rows in job.folder.scores().items()
     }
-    validation = [line["global/val/clients"]["all"] for line in job.folder.lines() if "global/val/clients" in line]
+    validation = [line["global/val/clients"]["pooled"] for line in job.folder.lines() if "global/val/clients" in line]
     assert stored == {"none": 1 + validation.index(max(validation)), "tent": 1 + reached.index(max(reached))}
     assert stored["none"] != stored["tent"], "with one choice for both this would show nothing"
     for adapter, title in (("", "none"), ("tent", "tent"), ("t3a", "none")):
-        assert Welcome.load(job.folder.path, adapter).ctx.round == stored[title]
+        assert Snapshot.load(job.folder.path, adapter).ctx.round == stored[title]
 
 
-def test_where_only_strangers_are_tested_validation_stands_beside_them(tmp_path: Path) -> None:
+def test_where_only_unseen_clients_are_tested_validation_stands_beside_them(tmp_path: Path) -> None:
     tent = {"name": "tent", "label": "tent", "params": "all", "lr": 0.5, "optimiser": "sgd", "predict-when": "after"}
     published = {"original/unseen": 12.5, "split.tune=true": {"original": 25.0}}
     method = MethodSpec(name="fedavg", adapters=[{"name": "none", "paper": published}, tent])
@@ -183,27 +181,27 @@ def test_where_only_strangers_are_tested_validation_stands_beside_them(tmp_path:
     )
     result = run(experiment, tmp_path, engine="sequential")
     lines = [json.loads(line) for line in (result.folders[0] / "metrics.jsonl").read_text().splitlines()]
-    plain = {line["round"]: line["global/val/clients"]["avg"] for line in lines if "global/val/clients" in line}
-    adapted = {line["round"]: line["val"]["avg"] for line in lines if line.get("adapter") == "tent"}
+    plain = {line["round"]: line["global/val/clients"]["client-mean"] for line in lines if "global/val/clients" in line}
+    adapted = {line["round"]: line["val"]["client-mean"] for line in lines if line.get("adapter") == "tent"}
     assert plain != adapted
     for row, known in zip(result.rows, (plain, adapted), strict=True):
         for rule in ("last", "best-val"):
-            (tested,) = row.values[rule, "global/original/unseen"]
-            assert row.number("global/val/clients", rule) == (known[tested["round"]], 0.0)
-    assert result.metrics() == ["original/unseen", "val/clients"]
+            (tested,) = row.scores("global/original/unseen", rule)
+            assert row.number("global/val/clients", rule) == (known[tested.round], 0.0)
+    assert [str(metric) for metric in result.metrics()] == ["original/unseen", "val/clients"]
     papers = [[row.paper(f"global/{metric}") for metric in result.metrics()] for row in result.rows]
     assert papers == [[12.5, 25.0], [None, None]]
     heads = [str(column.header).splitlines()[0] for column in result.table().columns]
     assert heads.count("validation") == 1
     tested = run(SMALL, tmp_path / "tested", engine="sequential")
-    assert not any("val/clients" in metric for metric in tested.metrics())
+    assert not any(metric.is_validation for metric in tested.metrics())
 
 
 def test_adapters_are_part_of_a_run_only_where_they_choose_its_round(tmp_path: Path) -> None:
     def folder(adapted: bool, *adapters: str) -> Path:
         method = MethodSpec(name="fedavg", adapters=[{"name": name} for name in adapters])
         experiment = SMALL.model_copy(update={"method": [method], "evaluate": EvaluateSpec(adapted=adapted)})
-        return next(_jobs(experiment, tmp_path, None, None, Silent())).folder.path
+        return next(planned(experiment, tmp_path, None, None, Silent())).folder.path
 
     assert folder(False, "none") == folder(False, "none", "t3a") == folder(True, "none")
     assert folder(True, "none", "t3a") != folder(True, "none")
@@ -215,7 +213,7 @@ def test_what_only_stands_beside_scores_is_no_part_of_a_run(tmp_path: Path) -> N
         adapter = AdapterSpec.model_validate({"name": "t3a", **beside})
         method = MethodSpec(name="fedavg", adapters=[adapter])
         experiment = SMALL.model_copy(update={"method": [method], "evaluate": EvaluateSpec(adapted=True)})
-        return next(_jobs(experiment, tmp_path, None, None, Silent())).folder.path
+        return next(planned(experiment, tmp_path, None, None, Silent())).folder.path
 
     assert folder() == folder(paper={"original": 12.5}) == folder(family="some")
 
@@ -226,9 +224,9 @@ def test_an_adapter_is_scored_once_where_two_rules_select_the_same_round(
     calls: list[str] = []
     rows = scoring._rows
 
-    def counted(job: Job, federation: Session, spec: AdapterSpec, *more: Any) -> list[dict[str, Any]]:
+    def counted(job: Job, session: Session, spec: AdapterSpec, *more: Any) -> list[dict[str, Any]]:
         calls.append(spec.title)
-        return rows(job, federation, spec, *more)
+        return rows(job, session, spec, *more)
 
     monkeypatch.setattr(scoring, "_rows", counted)
     method = MethodSpec(name="fedavg", adapters=[{"name": "none"}, {"name": "t3a"}])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedshift.core.arch import Arch
 from fedshift.core.compatibility import check_method
-from fedshift.core.context import Context, Phase
+from fedshift.core.context import Context, Phase, ServerContext
 from fedshift.core.grad import gradient
 from fedshift.core.method import Method, Train
 from fedshift.core.registry import METHODS
@@ -47,7 +47,7 @@ from tests.methods.federations import (
 
 SIZED = make_task((6, 9, 12))
 TRAIN = Train(lr=0.1, batch_size=4, local_epochs=2, weight_decay=1e-3, clip=10.0, lr_decay=0.9)
-NOW = Context(1, 3, 3)
+CTX = Context(1, 3, 3)
 
 
 def network() -> nn.Module:
@@ -80,7 +80,7 @@ def test_the_network_has_the_entries_these_tests_speak_of() -> None:
     assert set(method.arch.parameters) == OWN | LEARNT
     assert set(method.arch.buffers) == HOME | OUTER | COUNTERS | tracked
     assert method.own == OWN
-    assert method.private(NOW) == HOME | tracked
+    assert method.private(CTX) == HOME | tracked
 
 
 # ---- a second implementation ----------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def begun(method: FDSE, number: int, seed: int = 0) -> tuple[Tree, dict[str, Ten
     for name in OUTER | {n for n in HOME if "batches" not in n}:
         noise = torch.randn(model[name].shape, generator=generator, dtype=torch.float64)
         model[name] = noise.abs() + 0.3 if name.endswith("var") else noise
-    private = method.private(NOW)
+    private = method.private(CTX)
     down = {"model": {n: t for n, t in model.items() if n not in private}}
     state = method.begin(down, {"model": {n: t for n, t in model.items() if n in private}})
     state["now"] = {"round": torch.tensor(float(number), dtype=torch.float64)}
@@ -424,14 +424,15 @@ def test_an_eraser_of_zeros_breaks_nothing() -> None:
 
 def aggregated(method: FDSE, ends: list[Tensors], start: Tensors) -> Tree:
     clients = tuple("abcdefgh"[: len(ends)])
-    server = method.init_server({"net": start}, clients)
+    server = method.init_server({"net": start}, clients, torch.zeros(0, dtype=torch.int64))
     ups = {c: {"model": end} for c, end in zip(clients, ends, strict=True)}
-    return method.aggregate(server, ups, {"samples": torch.arange(1.0, 1 + len(ends))}, {"seed": torch.tensor(0)})
+    ctx = ServerContext(1, 3, len(ends), samples=torch.arange(1.0, 1 + len(ends)), seed=0)
+    return method.aggregate(server, ups, ctx)[0]
 
 
 def travelling(seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
-    private = make().private(NOW)
+    private = make().private(CTX)
     return {
         n: torch.randn(t.shape, generator=generator, dtype=torch.float64) if t.is_floating_point() else t + seed
         for n, t in make().arch.init(0).items()
@@ -529,16 +530,17 @@ def alexnet(bias: bool) -> tuple[FDSE, Tree]:
 @pytest.mark.parametrize(("bias", "parameters"), [(True, 6_508_010), (False, 6_503_210)])
 def test_alexnets_messages_have_the_bytes_of_appendix_b(bias: bool, parameters: int) -> None:
     method, model = alexnet(bias)
-    server = method.init_server({"alexnet": model["model"]}, ("a", "b"))
-    down = method.broadcast(server, "a", NOW)
+    server = method.init_server({"alexnet": model["model"]}, ("a", "b"), torch.zeros(0, dtype=torch.int64))
+    down = method.broadcast(server, "a", CTX)
     statistics = 2 * (64 + 192 + 384 + 256 + 256 + 1024 + 1024)  # of BN_DFE
     assert float_bytes(down) == 4 * (parameters + statistics)
-    private = method.private(NOW)
+    private = method.private(CTX)
     local = {"model": {n: t for n, t in model["model"].items() if n in private}}
     up, kept = method.finish(method.begin(down, local), down, local)
     assert float_bytes(up) == 4 * (parameters + statistics)
     assert set(kept["model"]) == private
-    assert float_bytes(method.publish(kept)) == 4 * 2 * 1600  # the statistics of BN_DSE, once
+    gift, _ = method.settle(None, down, kept, replace(CTX, stage="final"))
+    assert float_bytes(gift) == 4 * 2 * 1600  # the statistics of BN_DSE, once
 
 
 def test_inner_statistics_never_travel() -> None:
@@ -549,7 +551,7 @@ def test_inner_statistics_never_travel() -> None:
             for message in (downs[client], reply.up):
                 assert set(message) == {"model"}
                 assert set(message["model"]) == OWN | LEARNT | OUTER | COUNTERS
-            assert set(reply.local["model"]) == fed.setup.method.private(NOW)
+            assert set(reply.local["model"]) == fed.setup.method.private(CTX)
     floats = sum(t.numel() for n, t in fed.initial["net"].items() if n in OWN | LEARNT | OUTER)
     assert all(report.bytes_up == report.bytes_down == 3 * 8 * floats for report in reports)
     inner = "4.dse_norm.running_mean"
@@ -561,18 +563,18 @@ def test_a_client_gets_its_own_erasers_back() -> None:
     fed, _ = federation(FDSE, SIZED, TRAIN, ARCH, 2)
     state, _ = run(fed)
     for client in "abc":
-        down = fed.setup.method.broadcast(state.server, client, NOW)["model"]
+        down = fed.setup.method.broadcast(state.server, client, CTX)["model"]
         assert equal({n: down[n] for n in state.server[f"own {client}"]}, state.server[f"own {client}"])
     assert far(state.server["own a"], state.server["own c"]) > 1e-3
 
 
-# ---- newcomers, absentees, files -----------------------------------------------------------------------------------------
-def test_newcomers_start_from_the_means_of_erasers_and_inner_statistics() -> None:
+# ---- unseen clients, absentees, files ------------------------------------------------------------------------------------
+def test_unseen_clients_start_from_the_means_of_erasers_and_inner_statistics() -> None:
     fed, _ = federation(FDSE, make_task((6, 9, 12), unseen=2), TRAIN, ARCH, 2)
     state, _ = run(fed)
-    newcomers = fed.unseen(fed.deploy(state))
-    assert set(newcomers) == {"new0", "new1"}
-    for tree in newcomers.values():
+    unseen = fed.unseen(fed.deploy(state))
+    assert set(unseen) == {"new0", "new1"}
+    for tree in unseen.values():
         model = tree["model"]
         assert set(model) == {*fed.setup.method.arch.parameters, *fed.setup.method.arch.buffers}
         for name in OWN:
@@ -584,9 +586,8 @@ def test_newcomers_start_from_the_means_of_erasers_and_inner_statistics() -> Non
         for name in LEARNT | OUTER:
             assert torch.equal(model[name], state.server["model"][name]), name
         assert not any(model[f"{b}.{n}"].any() for b in BLOCKS for n in ("tracked_mean", "tracked_steps"))
-    settled = fed.settled(state)
     floats = sum(t.numel() for n, t in fed.initial["net"].items() if n in HOME and t.is_floating_point())
-    assert settled.published == 3 * 8 * floats
+    assert fed.deploy(state).given_bytes == 3 * 8 * floats
 
 
 def test_who_is_absent_keeps_its_erasers_and_statistics() -> None:

@@ -19,7 +19,7 @@ from fedshift.blocks.generator import STATISTICS, GeneratorMethod, ensemble_loss
 from fedshift.blocks.stochastic_encoder import StochasticMethod, stochastic
 from fedshift.core import rng
 from fedshift.core.arch import Arch
-from fedshift.core.context import Phase
+from fedshift.core.context import Phase, ServerContext
 from fedshift.core.grad import gradient
 from fedshift.core.method import Batch, Method
 from fedshift.core.registry import METHODS
@@ -60,11 +60,18 @@ ROUNDS = 3
 SMALL: dict[str, Any] = {"generator_noise": 4, "generator_hidden": 6, "generator_lr": 0.01, "generator_batch": 8}
 STRONG: dict[str, Any] = {**SMALL, "reg": 0.7, "align": 0.05, "class_samples": 20}  # terms that can be seen
 TAUGHT: dict[str, Any] = {**SMALL, "kd": 0.9, "reg": 0.7, "decay": 0.8}
+NOTHING = torch.zeros(0, dtype=torch.int64)
 Steps = list[tuple[Tree, Batch, Phase]]
 
 
 def of_client(steps: Steps, size: int) -> Steps:
     return [step for step in steps if int(step[0]["now"]["samples"]) == size]
+
+
+def server_context(fed: Session, number: int, samples: Tensor) -> ServerContext:
+    """What the server knows in round ``number``, with messages of clients of these sizes."""
+    seed = rng.seed_of(SEED, number, "server")
+    return ServerContext(number, fed.rounds, len(SIZED.clients), samples=samples, seed=seed)
 
 
 def server_draws(number: int, purpose: str = "") -> int:
@@ -342,8 +349,8 @@ def test_the_generator_is_frozen_at_the_client_and_heads_are_at_the_server(metho
         assert all(equal(step[0]["generator"], before["generator"]) for step in steps)
         assert all(not torch.equal(state.server["generator"][n], before["generator"][n]) for n in before["generator"])
         ups = {name: reply.up for name, reply in watch.replies[number].items()}
-        told = fed._moment(fed.now(State(number, before)), torch.tensor([5.0, 9.0, 12.0]))
-        averaged = FedAvg(fed.setup.method.arch, TRAIN).aggregate(before, ups, told, {})
+        ctx = server_context(fed, number, torch.tensor([5.0, 9.0, 12.0]))
+        averaged, _ = FedAvg(fed.setup.method.arch, TRAIN).aggregate(before, ups, ctx)
         assert equal(state.server["model"], averaged["model"])  # the generator's steps move no head
 
 
@@ -434,14 +441,13 @@ def test_the_generator_learns_from_those_who_came_and_were_sound() -> None:
     assert report.diverged == ("b",)
     assert all(bool(leaf.isfinite().all()) for slot in state.server.values() for leaf in slot.values())
     sound = {name: watch.replies[0][name].up for name in "ac"}
-    told = fed._moment(fed.context(start.round), torch.tensor([5.0, 12.0]))
-    draws = {"seed": torch.tensor(rng.seed_of(SEED, 0, "server"))}
-    assert equal_trees(state.server, fed.setup.method.aggregate(start.server, sound, told, draws))
+    ctx = server_context(fed, start.round, torch.tensor([5.0, 12.0]))
+    assert equal_trees(state.server, fed.setup.method.aggregate(start.server, sound, ctx)[0])
 
 
 def test_class_gaussians_are_the_most_likely_ones_of_what_is_generated() -> None:
     method = FedCiR(stochastic(PLAIN), TRAIN, **{**STRONG, "class_samples": 4000})
-    tensors = method.init_server({"net": double(method.arch.init(0))}, ())["generator"]
+    tensors = method.init_server({"net": double(method.arch.init(0))}, (), NOTHING)["generator"]
     table = method.class_gaussians(tensors, 1)
     for label in range(CLASSES):
         noise = rng.normal(99, torch.arange(20_000), (4,)).double()  # other noise, the same distribution
@@ -559,13 +565,15 @@ def test_everybody_serves_with_the_global_model(method: str, options: dict[str, 
     assert set(served) == {"a", "b", "c", "new0", "new1"}
     for tree in served.values():
         assert equal_trees(tree, {"model": state.server["model"]})
-    assert set(fed.setup.method.broadcast(state.server, None, fed.context(state.round))) == {"model"}
+    assert set(fed.setup.method.broadcast(state.server, "new0", replace(fed.context(state.round), stage="unseen"))) == {
+        "model"
+    }
 
 
 def test_fedcir_predicts_with_samples_or_with_the_mean() -> None:
     arch = stochastic(AWKWARD)
     model = {"model": double(arch.init(0))}
-    sampled, mean = (FedCiR(arch, TRAIN, samples=samples).forward(model, images()) for samples in (20, 0))
+    sampled, mean = (FedCiR(arch, TRAIN, samples=samples).predict(model, images()) for samples in (20, 0))
     assert torch.equal(mean.logits, arch(model["model"], images()).logits)
     assert torch.equal(sampled.features, mean.features)
     assert 1e-4 < float((sampled.logits.exp() - mean.logits.softmax(1)).abs().max()) < 0.2
@@ -587,7 +595,8 @@ def test_labels_and_noise_are_new_everywhere_and_uniform() -> None:
 
 def test_the_generator_has_as_much_noise_as_features_and_eight_times_as_many_units() -> None:
     method = GeneratorMethod(PLAIN, TRAIN)
-    shapes = {n: tuple(leaf.shape) for n, leaf in method.init_server({"net": PLAIN.init(0)}, ())["generator"].items()}
+    server = method.init_server({"net": PLAIN.init(0)}, (), NOTHING)
+    shapes = {n: tuple(leaf.shape) for n, leaf in server["generator"].items()}
     assert shapes["inner.weight"] == (40, CLASSES + 5)
     assert shapes["outer.weight"] == (5, 40)
     assert method.noise_size == 5

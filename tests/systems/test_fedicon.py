@@ -17,7 +17,7 @@ from fedshift import Experiment
 from fedshift import run as run_experiment
 from fedshift.blocks.views import contrastive_views
 from fedshift.core.arch import Arch
-from fedshift.core.context import Context, Phase
+from fedshift.core.context import Context, Phase, ServerContext
 from fedshift.core.grad import gradient
 from fedshift.core.method import Batch, Train
 from fedshift.core.registry import METHODS
@@ -109,10 +109,10 @@ def test_what_each_phase_may_touch(name: str) -> None:
         head, descriptor = method.phases(Context(number, ROUNDS, 3))
         assert (head.name, head.inputs, head.batch_stats, head.epochs) == ("head", "features", False, 2)
         assert method.trainable(head) == arch.head
-        assert descriptor.trainable == frozenset()
-    personal, descriptor = method.final_phases()
+        assert descriptor.kind == "fold"
+    personal, descriptor = method.last_phases(Context(ROUNDS + HEADS, ROUNDS, 3, "final"))
     assert (method.trainable(personal), personal.inputs, personal.batch_stats) == (arch.head, "features", False)
-    assert descriptor.trainable == frozenset()
+    assert descriptor.kind == "fold"
     assert method.extra_rounds == HEADS
     assert FedICON(arch=arch, train=TRAIN, share=False).extra_rounds == 0
     assert METHODS["fedavg"].make(arch=arch, train=TRAIN).extra_rounds == 0
@@ -144,7 +144,7 @@ def test_the_losses_have_gradients_where_the_table_says(supervised: bool) -> Non
     watched, steps = watching(FedICON)
     fed, _ = fedicon(method=watched, supervised=supervised)
     state, _ = whole(fed)
-    fed.settled(state)
+    fed.deploy(state)
     method = fed.setup.method
     assert {phase.name for _, _, phase in steps} == {"contrastive", "head", "personal"}
     for kind in ("contrastive", "head", "personal"):
@@ -242,7 +242,7 @@ def test_heads_on_cached_features_are_heads_on_a_frozen_encoder_that_is_run_agai
 def test_the_server_takes_the_weighted_mean_of_what_went_up(weights: str) -> None:
     fed, watch = fedicon(train=replace(TRAIN, weights=weights))
     sizes = torch.tensor([5.0, 9.0, 12.0])
-    share = fed.setup.method.weights({"samples": sizes})
+    share = fed.setup.method.weights(ServerContext(0, ROUNDS, 3, samples=sizes, seed=0))
     assert float(share.sum()) == pytest.approx(1, abs=1e-15)
     assert torch.allclose(share, sizes.double() / 26 if weights == "size" else torch.full((3,), 1 / 3).double())
     state = fed.start()
@@ -262,12 +262,12 @@ def test_equal_clients_give_their_common_value() -> None:
     """The paper's equation would shrink the encoder by the number of clients."""
     fed, watch = fedicon()
     state = fed.start()
-    samples = {"samples": torch.tensor([5.0, 9.0, 12.0])}
     for number in range(ROUNDS + HEADS):
         before = state
         state, _ = fed.step(state)
         up = watch.replies[number]["b"].up
-        merged = fed.setup.method.aggregate(before.server, dict.fromkeys("abc", up), samples, {})
+        ctx = ServerContext(number, ROUNDS, 3, samples=torch.tensor([5.0, 9.0, 12.0]), seed=0)
+        merged, _ = fed.setup.method.aggregate(before.server, dict.fromkeys("abc", up), ctx)
         assert far(pick(merged["model"], up["model"]), up["model"]) < 1e-15
         untouched = drop(before.server["model"], up["model"])
         assert equal(pick(merged["model"], untouched), untouched)
@@ -383,23 +383,23 @@ def test_clients_serve_with_a_personal_head_and_keep_the_federated_one_and_descr
         assert far(pick(tree["model"], HEAD), tree["generic"]) > 1e-6
         assert float((tree["descriptors"]["local"] - own[name]).abs().max()) < 1e-12
         assert float((tree["descriptors"]["global"] - common).abs().max()) < 1e-12
-    still = fedicon(personal_epochs=0)[0].deployed(state)
+    still = fedicon(personal_epochs=0)[0].deploy(state).trained()
     assert all(equal(pick(tree["model"], HEAD), tree["generic"]) for tree in still.values())
-    assert fed.settled(state).published == 3 * 8 * AWKWARD.feature_size
+    assert fed.deploy(state).given_bytes == 3 * 8 * AWKWARD.feature_size
 
 
-def test_strangers_have_the_encoder_and_the_federated_head() -> None:
+def test_unseen_clients_have_the_encoder_and_the_federated_head() -> None:
     fed, _ = fedicon()
     state, _ = whole(fed)
     common = fed.deploy(state).trained()["a"]["descriptors"]["global"]
-    strangers = fed.unseen(fed.deploy(state))
-    assert set(strangers) == {"new0", "new1"}
-    for tree in strangers.values():
+    unseen = fed.unseen(fed.deploy(state))
+    assert set(unseen) == {"new0", "new1"}
+    for tree in unseen.values():
         assert equal(tree["model"], state.server["model"])
         assert equal(tree["generic"], pick(state.server["model"], HEAD))
         assert torch.equal(tree["descriptors"]["local"], common)
         assert torch.equal(tree["descriptors"]["global"], common)
-    scores = fed.evaluate(fed.setup.plain, strangers, ["test"])
+    scores = fed.evaluate(fed.setup.plain, unseen, ["test"])
     assert {name for name, _ in scores} == {"new0", "new1"}
 
 
@@ -415,7 +415,7 @@ def test_adapters_sit_on_it(adapter: str) -> None:
 
 
 @pytest.mark.parametrize("number", range(ROUNDS + HEADS + 1))
-def test_at_every_moment_clients_and_strangers_have_a_whole_model(number: int) -> None:
+def test_at_every_moment_clients_and_unseen_ones_have_a_whole_model(number: int) -> None:
     """Validation asks in the middle of a run; for an absent head the network's own would step in without a word."""
     fed, _ = fedicon()
     state, _ = run(fed, number)
@@ -446,7 +446,7 @@ def test_without_head_rounds_the_heads_are_personal_and_the_descriptors_those_of
 
 
 # ---- sharing nothing ----------------------------------------------------------------------------------------------------
-def test_without_sharing_nothing_travels_and_newcomers_get_nothing() -> None:
+def test_without_sharing_nothing_travels_and_unseen_clients_get_nothing() -> None:
     fed, watch = fedicon(share=False)
     start = fed.start()
     state, reports = whole(fed)
@@ -458,8 +458,7 @@ def test_without_sharing_nothing_travels_and_newcomers_get_nothing() -> None:
             assert not any(watch.downs[number][name].values())
             assert not any(watch.replies[number][name].up.values())
     assert fed.unseen(fed.deploy(state)) == {}
-    settled = fed.settled(state)
-    assert settled.published == 0
+    assert fed.deploy(state).given_bytes == 0
 
 
 def test_without_sharing_every_client_has_its_own_encoder_then_its_own_head() -> None:
@@ -606,7 +605,7 @@ def test_a_stored_state_goes_on_where_it_stopped(tmp_path: Path, number: int) ->
     assert equal_trees(back.server, undisturbed.server)
     assert back.locals.keys() == undisturbed.locals.keys()
     assert all(equal_trees(back.locals[name], tree) for name, tree in undisturbed.locals.items())
-    first, second = again.deployed(back), fedicon(**how)[0].deployed(undisturbed)
+    first, second = again.deploy(back).trained(), fedicon(**how)[0].deploy(undisturbed).trained()
     assert all(equal_trees(first[name], tree) for name, tree in second.items())
 
 
@@ -637,8 +636,8 @@ def test_the_runner_runs_the_extra_rounds_and_resumes_among_them(
     done = json.loads((folder / "done").read_text())
     assert (done["rounds"], done["extra-rounds"]) == (5, 3)
     scored = [row for rows in RunFolder(folder).scores().values() for row in rows]
-    assert {row["round"] for row in scored if row["selection"] == "last"} == {5}
-    assert {row["adapter"] for row in scored} == {"none", "fedicon"}
+    assert {row.round for row in scored if row.selection == "last"} == {5}
+    assert {row.adapter for row in scored} == {"none", "fedicon"}
     for last in (2, 3, 4):
         out = tmp_path / f"killed after {last}"
 
@@ -662,11 +661,11 @@ def test_validation_chooses_no_state_whose_head_has_not_been_trained(tmp_path: P
     result = run_experiment(small(evaluate={"every": 1}), tmp_path, engine="sequential")
     folder = RunFolder(result.folders[0])
     validation = {
-        line["round"]: line["personal/val/clients"]["all"] for line in folder.lines() if "bytes-up" not in line
+        line["round"]: line["personal/val/clients"]["pooled"] for line in folder.lines() if "bytes-up" not in line
     }
     assert sorted(validation) == [1, 2, 3, 4, 5]
     complete = {number: accuracy for number, accuracy in validation.items() if number > 2}
-    chosen = {row["round"] for rows in folder.scores().values() for row in rows if row["selection"] == "best-val"}
+    chosen = {row.round for rows in folder.scores().values() for row in rows if row.selection == "best-val"}
     assert chosen == {next(number for number, accuracy in complete.items() if accuracy == max(complete.values()))}
 
 

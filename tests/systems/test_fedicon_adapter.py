@@ -40,7 +40,7 @@ FAST: dict[str, Any] = {"lr": 0.05, "temperature": 0.3, "batch_size": 16}
 
 
 def on(arch: Arch, **options: Any) -> Any:
-    return ADAPTERS["fedicon"].make(arch=arch, forward=FedAvg(arch=arch, train=tiny_train()).forward, **options)
+    return ADAPTERS["fedicon"].make(arch=arch, predict_with=FedAvg(arch=arch, train=tiny_train()).predict, **options)
 
 
 def along(adapter: Any, tree: Tree, task: Task = TASK) -> Record:
@@ -360,12 +360,12 @@ def test_other_adapters_work_on_its_training(adapter: str, norm: bool) -> None:
     {"temperature": 0.0}, {"lr": -1.0}, {"epochs": 0}, {"batch_size": 1}, {"batch_size": 0},
 ])  # fmt: skip
 def test_settings_that_cannot_be_meant_are_refused(options: dict[str, Any]) -> None:
-    sentence = refusal(ADAPTERS, "adapter", "fedicon", options, arch=network("mlp")[0], forward=None)
+    sentence = refusal(ADAPTERS, "adapter", "fedicon", options, arch=network("mlp")[0], predict_with=None)
     assert f"{next(iter(options)).replace('_', '-')} must" in sentence
 
 
 def test_a_mode_nobody_knows_is_refused() -> None:
-    sentence = refusal(ADAPTERS, "adapter", "fedicon", {"mode": "sideways"}, arch=network("mlp")[0], forward=None)
+    sentence = refusal(ADAPTERS, "adapter", "fedicon", {"mode": "sideways"}, arch=network("mlp")[0], predict_with=None)
     assert sentence.startswith("adapter 'fedicon': mode = 'sideways' is not valid")
 
 

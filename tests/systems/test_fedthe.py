@@ -71,8 +71,8 @@ def test_what_each_phase_may_touch() -> None:
     method = FedTHE(arch=AWKWARD, train=TRAIN)
     assert (generic.slot, method.trainable(generic)) == ("model", AWKWARD.trainable)
     assert (personal.slot, method.trainable(personal)) == ("personal", AWKWARD.head)
-    assert descriptor.trainable == frozenset()
-    assert method.final_phases() == (personal, descriptor)
+    assert descriptor.kind == "fold"
+    assert method.last_phases(Context(3, 3, 2, "final")) == (personal, descriptor)
 
 
 @pytest.mark.parametrize("balanced", [True, False])
@@ -268,7 +268,7 @@ def test_which_versions_of_the_descriptors_are_deployed(sync: bool) -> None:
         assert equal(drop(tree["model"], HEAD), drop(after.server["model"], HEAD))
         assert equal(tree["generic"], pick(after.server["model"], HEAD))
         assert far(pick(tree["model"], HEAD), after.locals[client.name]["personal"]) > 1e-6
-    other = federation("fedthe", SIZED, sync_descriptors=not sync, personal_lr=0.2)[0].deployed(after)
+    other = federation("fedthe", SIZED, sync_descriptors=not sync, personal_lr=0.2)[0].deploy(after).trained()
     assert float((other["a"]["descriptors"]["global"] - deployed["a"]["descriptors"]["global"]).abs().max()) > 1e-6
     assert equal(other["a"]["model"], deployed["a"]["model"])
 
@@ -293,7 +293,7 @@ def test_the_last_private_head_is_trained_on_the_final_extractor() -> None:
         assert far(pick(deployed[client.name]["model"], HEAD), expected) < 1e-12
 
 
-def test_a_client_that_never_trained_takes_part_at_the_end_and_publishes_nothing() -> None:
+def test_a_client_that_never_trained_takes_part_at_the_end_and_gives_nothing() -> None:
     fed, _ = federation("fedthe", SIZED, participation=0.34, rounds=1)
     state, _ = run(fed)
     assert len(state.locals) == 1
@@ -327,15 +327,16 @@ def test_model_and_one_descriptor_travel_in_both_directions_and_nothing_else() -
 
 
 @pytest.mark.parametrize("sync", [True, False])
-def test_strangers_have_the_global_head_twice_and_every_weight_gives_its_prediction(sync: bool) -> None:
+def test_unseen_clients_have_the_global_head_twice_and_every_weight_gives_its_prediction(sync: bool) -> None:
     fed, _ = federation("fedthe", SIZED, sync_descriptors=sync)
     state, _ = run(fed)
-    strangers, published = fed.unseen(fed.deploy(state)), fed.settled(state).published
-    assert published == (3 * AWKWARD.feature_size * 8 if sync else 0)
-    assert set(strangers) == {"new0", "new1"}
+    deployment = fed.deploy(state)
+    unseen = fed.unseen(deployment)
+    assert deployment.given_bytes == (3 * AWKWARD.feature_size * 8 if sync else 0)
+    assert set(unseen) == {"new0", "new1"}
     common = next(iter(fed.deploy(state).trained().values()))["descriptors"]["global"]
     for client in SIZED.unseen:
-        tree = strangers[client.name]
+        tree = unseen[client.name]
         assert equal(tree["model"], state.server["model"])
         assert equal(tree["generic"], pick(state.server["model"], HEAD))
         assert torch.equal(tree["descriptors"]["local"], tree["descriptors"]["global"])
@@ -350,7 +351,7 @@ def test_strangers_have_the_global_head_twice_and_every_weight_gives_its_predict
             assert torch.equal(output.logits, expected)
             assert torch.equal(output.aux["e"], torch.full_like(output.aux["e"], 0.5 if weight is None else weight))
     scores = fed.evaluate(
-        {AWKWARD.name: fed.setup.adapter(AdapterSpec(name="the"), fed.setup.method)}, strangers, ["test"]
+        {AWKWARD.name: fed.setup.adapter(AdapterSpec(name="the"), fed.setup.method)}, unseen, ["test"]
     )
     assert all(score.telemetry["e"].mean == 0.5 for score in scores.values())
 
@@ -370,7 +371,7 @@ def test_deployed_is_a_pure_function_of_the_state(tmp_path: Path) -> None:
     trees, _ = load(tmp_path / "state.safetensors")
     back = State.of(trees, 2, torch.device("cpu"))
     again, _ = federation("fedthe", SIZED)
-    assert all(equal_trees(again.deployed(back)[name], tree) for name, tree in first.items())
+    assert all(equal_trees(again.deploy(back).trained()[name], tree) for name, tree in first.items())
     undisturbed, _ = run(federation("fedthe", SIZED)[0])
     for end in (fed.step(state)[0], again.step(back)[0]):
         assert equal_trees(end.server, undisturbed.server)
@@ -415,7 +416,7 @@ def trained(name: str = "fedthe", rounds: int = 50, norm: bool = False, hidden: 
     fed = Session(
         Setup(MethodSpec(name=name), {"cnn": method}, train), task, Sequential(compute), compute, seed=0, rounds=rounds
     )
-    return Trained(fed, method, fed.deployed(run(fed)[0]), task)
+    return Trained(fed, method, fed.deploy(run(fed)[0]).trained(), task)
 
 
 def test_the_weight_goes_to_the_global_head_where_the_data_are_other_clients() -> None:

@@ -51,7 +51,7 @@ HEAD = "1.weight"
 
 
 def on(arch: Arch, name: str = "the", **options: Any) -> Any:
-    return ADAPTERS[name].make(arch=arch, forward=FedAvg(arch=arch, train=tiny_train()).forward, **options)
+    return ADAPTERS[name].make(arch=arch, predict_with=FedAvg(arch=arch, train=tiny_train()).predict, **options)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -421,7 +421,7 @@ def test_telemetry_of_a_fixed_weight_is_that_weight(weight: float) -> None:
     {"alpha": -0.1}, {"beta": 1.1}, {"e": 2.0}, {"lr": -1.0}, {"steps": -1}, {"batch_size": -1},
 ])  # fmt: skip
 def test_settings_that_cannot_be_meant_are_refused(options: dict[str, Any]) -> None:
-    sentence = refusal(ADAPTERS, "adapter", "the", options, arch=LINEAR, forward=LINEAR)
+    sentence = refusal(ADAPTERS, "adapter", "the", options, arch=LINEAR, predict_with=LINEAR)
     assert sentence.startswith(f"adapter 'the': {next(iter(options)).replace('_', '-')} must")
 
 
@@ -447,7 +447,7 @@ def real(name: str) -> tuple[Any, dict[str, Tree], Task]:
     assert min(sizes[client] for client in longest) >= SHORT
     stream = made.task.streams["out-of-client"]
     cut = replace(stream, index={client: rows[:SHORT] for client, rows in stream.index.items()})
-    adapter = ADAPTERS[name].make(arch=made.method.arch, forward=made.method.predict, **LIGHT[name])
+    adapter = ADAPTERS[name].make(arch=made.method.arch, predict_with=made.method.predict, **LIGHT[name])
     return adapter, {client: made.deployed[client] for client in longest}, replace(made.task, streams={"s": cut})
 
 
@@ -503,7 +503,7 @@ def test_a_rate_of_nought_makes_the_plus_variant_the_plain_one() -> None:
     adapter, deployed, task = real("the-plus")
     client, tree = next(iter(deployed.items()))
     samples = task.samples(task.client(client), "s")
-    common = {"arch": adapter.arch, "forward": adapter.forward}
+    common = {"arch": adapter.arch, "predict_with": adapter.predict_with}
     expected, _ = collected(HeadEnsemble(**common), tree, samples, Compute())
     for options in ({"tune_lr": 0.0}, {"tune_steps": 0}):
         found, _ = collected(TunedHeadEnsemble(**common, views=2, **options), tree, samples, Compute())
@@ -531,7 +531,7 @@ def test_the_mixture_of_streams_is_the_mean_for_stateless_methods_and_not_for_th
         for name, rows in (("original", original), ("foreign", foreign), ("mixture", mixed))
     }
     task = replace(task, streams=streams)
-    common = {"arch": adapter.arch, "forward": adapter.forward}
+    common = {"arch": adapter.arch, "predict_with": adapter.predict_with}
     stateless = {
         "none": ADAPTERS["none"].make(**common),
         "memo": ADAPTERS["memo"].make(**common, views=2, steps=1, lr=0.01, flip=False),

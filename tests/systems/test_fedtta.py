@@ -26,7 +26,7 @@ from fedshift.data.partition import Pathological
 from fedshift.data.task import Splitting, Task, build
 from fedshift.engines import augment
 from fedshift.engines.base import Compute
-from fedshift.engines.reference import begin
+from fedshift.engines.reference import start_phase
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
 from fedshift.experiment.schema import AdapterSpec, MethodSpec
@@ -65,7 +65,7 @@ LOSS_SIZE = 32 * CLASSES + 32 + 2 * (32 * 32 + 32) + 32 + 1
 def state_of(method: FedTTA, seed: int = 0) -> Tree:
     """A client's state at the start of a round, in double precision."""
     init = {n: leaf.double() if leaf.is_floating_point() else leaf for n, leaf in method.arch.init(seed).items()}
-    model = method.init_server({"net": init}, ())["model"]
+    model = method.init_server({"net": init}, (), torch.zeros(0, dtype=torch.int64))["model"]
     now = {"decay": torch.tensor(1.0, dtype=torch.float64)}
     return {**method.begin({"model": model}, {}), "now": now}
 
@@ -350,10 +350,10 @@ def test_model_and_loss_are_deployed_apart_with_the_rate_of_the_last_round() -> 
     assert {float(tree[SLOT][RATE]) for tree in after.values()} == {0.4}
 
 
-def test_new_clients_never_influence_training() -> None:
-    strangers = torch.cat([client.test for client in SIZED.unseen])
+def test_unseen_clients_never_influence_training() -> None:
+    unseen = torch.cat([client.test for client in SIZED.unseen])
     images, labels = SIZED.images.clone(), SIZED.labels.clone()
-    images[strangers], labels[strangers] = 0, 1
+    images[unseen], labels[unseen] = 0, 1
     others: list[Task] = [replace(SIZED, images=images, labels=labels), SEEN]
     base = ran("fedtta", SIZED, TRAIN, PLAIN, **LOUD)
     for task in others:
@@ -388,7 +388,7 @@ def test_a_step_asks_the_device_nothing() -> None:
     (phase,) = method.phases(Context(0, 1, 1))
     start = state_of(method)
     now = {**start["now"], "lr": torch.tensor(0.1, dtype=torch.float64)}
-    state = stack([begin(method, start, phase, now)] * 2)
+    state = stack([start_phase(method, start, phase, now)] * 2)
     batch = {name: torch.stack([leaf, leaf.flip(0)]) for name, leaf in batch_of().items()}
     with Listening():
         vmap(lambda state, batch: augment.step(method, state, batch, phase))(state, batch)
@@ -433,11 +433,11 @@ def right(trees: dict[str, Tree], part: str, **spec: Any) -> float:
     return sum(score.correct for score in scores) / sum(score.samples for score in scores)
 
 
-def test_a_step_without_labels_helps_clients_nobody_has_seen() -> None:
+def test_a_step_without_labels_helps_unseen_clients() -> None:
     fed, state = digits()
-    strangers = fed.unseen(fed.deploy(state))
-    assert len(strangers) == 20
-    before, after = (right(strangers, "test", name=name) for name in ("none", "fedtta"))
+    unseen = fed.unseen(fed.deploy(state))
+    assert len(unseen) == 20
+    before, after = (right(unseen, "test", name=name) for name in ("none", "fedtta"))
     assert after >= before + 0.05
     assert after > 0.6
 

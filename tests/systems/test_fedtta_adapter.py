@@ -46,7 +46,7 @@ def trained(kind: str, rate: float = 0.3, seed: int = 3, loud: float = 3.0) -> t
 
 
 def on(arch: Arch, **options: Any) -> LearnedAdaptation:
-    return LearnedAdaptation(arch=arch, forward=FedTTA(arch).forward, **options)
+    return LearnedAdaptation(arch=arch, predict_with=FedTTA(arch).predict, **options)
 
 
 def far(a: Tensors, b: Tensors) -> float:
@@ -250,8 +250,8 @@ def test_its_differentiable_step_is_the_one_the_method_trains_through(kind: str)
     adapter = on(arch, weight_decay=0.01)
     leaves = {n: leaf.clone() for n, leaf in {**tree["model"], **tree[SLOT]}.items()}
     live = {n: leaves[n].requires_grad_() for n in (*arch.parameters, *NAMES)}
-    now = {"now": {"decay": torch.tensor(1.0, dtype=torch.float64)}}
-    expected, _ = method.loss(now, leaves, batch, Phase())
+    state = {"now": {"decay": torch.tensor(1.0, dtype=torch.float64)}}
+    expected, _ = method.loss(state, leaves, batch, Phase())
     after = adapter.update(leaves, batch["x"])
     found = nn.functional.cross_entropy(arch(after, batch["x"], batch_stats=True).logits, batch["y"])
     assert float(found.detach()) == pytest.approx(float(expected.detach()), abs=1e-12)
@@ -347,11 +347,11 @@ def test_it_needs_a_learnt_loss() -> None:
     assert missing_for_pair("fedtta", FedTTA.provides, "fedtta", adapter) is None
 
 
-def test_it_takes_what_the_method_deploys() -> None:
+def test_it_takes_what_the_method_provides() -> None:
     arch = Arch.of(lambda: MODELS["plain"].make(SHAPE, CLASSES), SHAPE, "plain")
     method = FedTTA(arch, Train(lr_decay=0.5), inner_lr=0.8)
-    server = method.init_server({"plain": arch.init(0)}, ())
-    deployed = method.deployed(method.broadcast(server, None, Context(2, 5, 3, final=True)), {})
+    server = method.init_server({"plain": arch.init(0)}, (), torch.zeros(0, dtype=torch.int64))
+    deployed = method.deployed(method.broadcast(server, "new", Context(2, 5, 3, "unseen")), {})
     adapter = on(arch, weight_decay=0.0)
     x = X.float()
     state, value = adapter.step(deployed, x)
@@ -365,5 +365,5 @@ def test_it_takes_what_the_method_deploys() -> None:
     {"steps": 0}, {"lr": -1.0}, {"weight_decay": -1.0}, {"clip": 0.0}, {"batch_size": 0}, {"patience": 0},
 ])  # fmt: skip
 def test_settings_that_cannot_be_meant_are_refused(options: dict[str, Any]) -> None:
-    sentence = refusal(ADAPTERS, "adapter", "fedtta", options, arch=trained("plain")[0], forward=None)
+    sentence = refusal(ADAPTERS, "adapter", "fedtta", options, arch=trained("plain")[0], predict_with=None)
     assert sentence.startswith(f"adapter 'fedtta': {next(iter(options)).replace('_', '-')} must")

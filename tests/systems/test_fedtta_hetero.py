@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -31,6 +31,7 @@ from fedshift.engines.vmapped import Vmapped
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec
 from fedshift.methods.fedavg import FedAvg
+from fedshift.runs.deployment import unseen_phases
 from fedshift.runs.run import run as run_experiment
 from fedshift.runs.session import Session
 from fedshift.runs.setup import Setup
@@ -75,12 +76,13 @@ class Wide(nn.Module):
 
 
 WIDE = Arch.of(Wide, SHAPE)
+ENDED = Context(2, 2, 3, "final")
 TWO, THREE = (PLAIN, WIDE), (PLAIN, WIDE, AWKWARD)
 MODULES: dict[str, type[nn.Module]] = {PLAIN.name: Plain, WIDE.name: Wide}
 
 
 def public_task(sizes: Sequence[int] = (5, 9, 12), unseen: int = 0) -> Task:
-    """Clients, newcomers, and public images that nobody owns; ids are neither positions nor in order."""
+    """Clients, unseen ones, and public images that nobody owns; ids are neither positions nor in order."""
     task = make_task((*sizes, PUBLIC), unseen=unseen)
     ids = torch.arange(len(task.ids)) * 7919 % 10007
     return replace(task, clients=task.clients[:-1], public=task.clients[-1].train, ids=ids)
@@ -111,7 +113,7 @@ def trained(name: str, unseen: int = 0, archs: Sequence[Arch] = TWO) -> tuple[Se
 
 
 def method_of(fed: Session, client: str) -> Method:
-    return fed._method(fed.task.client(client))
+    return fed.method_of(fed.task.client(client))
 
 
 def public_images(task: Task) -> Tensor:
@@ -167,13 +169,13 @@ def test_the_server_knows_no_weights_and_averages_uniformly(name: str) -> None:
 @pytest.mark.parametrize("name", HETERO)
 def test_everybody_starts_from_a_network_of_its_own(name: str) -> None:
     fed, _ = mixed(name, public_task(unseen=2))
-    now = fed.now(fed.start())
-    born = [fed._birth(client, now)["model"] for client in (*fed.task.clients, *fed.task.unseen)]
+    ctx = fed.context(fed.start().round)
+    born = [fed._first_local(client, ctx)["model"] for client in (*fed.task.clients, *fed.task.unseen)]
     assert [len(model) - len(NAMES) * (name == "heterofedtta") for model in born] == [4, 6, 4, 4, 6]
     for one, other in ((0, 2), (0, 3), (1, 4)):  # of one size
         for entry in set(born[one]):
             assert not torch.equal(born[one][entry], born[other][entry])
-    again = [fed._birth(client, now)["model"] for client in (*fed.task.clients, *fed.task.unseen)]
+    again = [fed._first_local(client, ctx)["model"] for client in (*fed.task.clients, *fed.task.unseen)]
     assert all(equal(a, b) for a, b in zip(born, again, strict=True))
 
 
@@ -206,8 +208,8 @@ def test_every_image_is_told_apart(name: str) -> None:
     method = fed.setup.methods[PLAIN.name]
     assert isinstance(method, LogitExchange)
     client = fed.task.clients[0]
-    now = fed.context(state.round)
-    begun = method.begin(method.broadcast(state.server, client.name, now), state.locals[client.name])
+    ctx = fed.context(state.round)
+    begun = method.begin(method.broadcast(state.server, client.name, ctx), state.locals[client.name])
     order = torch.tensor([7, 2, 9, 0])
     assert fed.task.public is not None
     found = method.teachers(begun, {"index": fed.task.ids[fed.task.public[order]]})
@@ -235,7 +237,7 @@ def test_two_rounds_of_fedmd_are_those_of_plain_torch() -> None:
     fed, _ = mixed("fedmd")
     task, x = fed.task, public_images(fed.task)
     models = {
-        client.name: module_of(method_of(fed, client.name).arch, fed._birth(client, fed.context(0))["model"])
+        client.name: module_of(method_of(fed, client.name).arch, fed._first_local(client, fed.context(0))["model"])
         for client in task.clients
     }
     assert [len(list(model.parameters())) for model in models.values()] == [4, 6, 4]
@@ -336,23 +338,23 @@ def test_nobody_digests_in_the_first_round(name: str) -> None:
     later, first = ([phase.name for phase in method.phases(Context(round_, 3, 3))] for round_ in (1, 0))
     assert later == ["digest", *first]
     assert [phase.data for phase in method.phases(Context(1, 3, 3))].count("train") == 1
-    assert method.final_phases() == ()
-    (phase,) = method.joining_phases()
+    assert method.last_phases(ENDED) == ()
+    (phase,) = unseen_phases(method, ENDED)
     assert (phase.data, phase.epochs, phase.labelled) == ("public", 2, False)
 
 
 def digest_loss(method: Method, state: Tree, batch: Batch) -> tuple[Tensor, Tensors]:
     """The digest's loss and its gradient for everything that learns."""
     live = {name: leaf.detach().requires_grad_() for name, leaf in state["model"].items()}
-    (phase,) = method.joining_phases()
+    (phase,) = unseen_phases(method, ENDED)
     value, _ = method.loss(state, live, batch, phase)
     grads = torch.autograd.grad(value, list(live.values()))
     return value.detach(), dict(zip(live, grads, strict=True))
 
 
 def digesting(fed: Session, state: State, client: str = "a") -> tuple[Method, Tree, Batch]:
-    method, now = method_of(fed, client), fed.context(state.round)
-    begun = method.begin(method.broadcast(state.server, client, now), state.locals[client])
+    method, ctx = method_of(fed, client), fed.context(state.round)
+    begun = method.begin(method.broadcast(state.server, client, ctx), state.locals[client])
     assert fed.task.public is not None
     index = fed.task.public[[3, 1, 8, 5]]
     batch = {"x": fed.task.images[index].double() / 255, "y": fed.task.labels[index], "index": fed.task.ids[index]}
@@ -402,7 +404,7 @@ def test_without_lambda_the_base_ensemble_does_not_matter() -> None:
     for lam, kind, matters in ((0.0, "base", False), (0.0, "personal", True), (0.8, "base", True)):
         other, _ = mixed("heterofedtta", fed.task, lam=lam)
         ends = [other.step(begun)[0] for begun in (state, told(kind))]
-        new = [other.newcomers(begun) for begun in (state, told(kind))]
+        new = [other.unseen(other.deploy(begun)) for begun in (state, told(kind))]
         for client in "abc":
             assert equal_trees(ends[0].locals[client], ends[1].locals[client]) != matters
         for client in ("new0", "new1"):
@@ -411,16 +413,16 @@ def test_without_lambda_the_base_ensemble_does_not_matter() -> None:
 
 @pytest.mark.parametrize("name", HETERO)
 @pytest.mark.parametrize("archs", [TWO, THREE])
-def test_digesting_brings_a_newcomer_closer_to_the_ensemble(name: str, archs: Sequence[Arch]) -> None:
+def test_digesting_brings_an_unseen_client_closer_to_the_ensemble(name: str, archs: Sequence[Arch]) -> None:
     _, _, state = trained(name, 3, archs)
     task = public_task(unseen=3)
     x, tables = public_images(task), state.server["consensus"]
     apart: list[list[float]] = []
     for epochs in (0, 2, 12):
-        fed, _ = mixed(name, task, archs, newcomer_epochs=epochs)
+        fed, _ = mixed(name, task, archs, unseen_epochs=epochs)
         served = fed.unseen(fed.deploy(state))
         for client in task.unseen:
-            method, tree = fed._method(client), served[client.name]
+            method, tree = fed.method_of(client), served[client.name]
             logits = method.predict(tree, x).logits
             apart.append([float(divergence(table, logits)) for table in tables.values()])
     for new in range(3):
@@ -435,7 +437,7 @@ def test_a_long_digest_ends_with_the_ensembles_opinion(name: str) -> None:
     fed, _, state = trained(name)
     method, begun, batch = digesting(fed, state, "b")
     method = replace(method, train=Train(lr=0.5))
-    (phase,) = method.joining_phases()
+    (phase,) = unseen_phases(method, ENDED)
     memory: Tensors = {}
     for names, rule in method.groups(phase):
         memory |= rule.memory(pick(begun["model"], names))
@@ -482,17 +484,17 @@ def test_three_sizes_in_one_federation_whatever_the_engine(name: str) -> None:
     assert losses == pytest.approx(same, abs=1e-10)
 
 
-# --- clients nobody has seen ------------------------------------------------------------------------------------------
+# --- unseen clients ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", HETERO)
-def test_newcomers_of_every_size_digest_and_adapt(name: str) -> None:
+def test_unseen_clients_of_every_size_digest_and_adapt(name: str) -> None:
     fed, _ = mixed(name, public_task(unseen=4), THREE)
     state, _ = run(fed)
     served = fed.unseen(fed.deploy(state))
     sizes = [set(arch.parameters) | set(arch.buffers) for arch in (*THREE, PLAIN)]
     assert [set(tree["model"]) for tree in served.values()] == sizes  # in turn, from the first one on
-    start = {c.name: fed._birth(c, fed.context(state.round))["model"] for c in fed.task.unseen}
+    start = {c.name: fed._first_local(c, fed.context(state.round))["model"] for c in fed.task.unseen}
     for client, tree in served.items():
         method = method_of(fed, client)
         assert set(tree) == method.provides
@@ -523,7 +525,7 @@ def test_heterofedtta_deploys_the_rate_of_the_last_round() -> None:
 
 
 @pytest.mark.parametrize("name", HETERO)
-def test_new_clients_never_influence_training(name: str) -> None:
+def test_unseen_clients_never_influence_training(name: str) -> None:
     fed, _ = mixed(name, public_task(unseen=3))
     alone, _ = mixed(name, replace(fed.task, unseen=()))
     state = fed.start()
@@ -537,7 +539,7 @@ def test_new_clients_never_influence_training(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HETERO)
-def test_labels_of_the_public_set_and_of_newcomers_are_never_read(name: str) -> None:
+def test_labels_of_the_public_set_and_of_unseen_clients_are_never_read(name: str) -> None:
     task = public_task(unseen=2)
     seen = torch.cat([client.train for client in task.clients])
     labels = torch.full_like(task.labels, -1)
@@ -562,8 +564,8 @@ def test_public_ids_reach_clients_and_the_server() -> None:
             told.append(info.public.tolist())
             return {}
 
-        def public_init(self, server: Tree, public: Tensor) -> Tree:
-            return {**server, "public": {"ids": public}}
+        def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
+            return {**super().init_server(models, clients, public), "public": {"ids": public}}
 
     task = public_task(unseen=1)
     expected = [int(task.ids[i]) for i in task.public] if task.public is not None else []
@@ -576,7 +578,8 @@ def test_public_ids_reach_clients_and_the_server() -> None:
         fed.unseen(fed.deploy(state))
         assert told == [ids] * len(told)
         assert len(told) > 3
-        assert state.server.get("public", {"ids": torch.zeros(0)})["ids"].tolist() == ids
+        assert state.server["public"]["ids"].dtype == torch.int64
+        assert state.server["public"]["ids"].tolist() == ids
 
 
 @pytest.mark.parametrize("name", HETERO)
@@ -590,7 +593,7 @@ def test_without_a_public_set_there_is_one_sentence(name: str) -> None:
     ("name", "options", "sentence"),
     [
         ("fedmd", {"digest_epochs": -1}, "digest-epochs must not be negative, not -1"),
-        ("hetero-tent", {"newcomer_epochs": -1}, "newcomer-epochs must not be negative, not -1"),
+        ("hetero-tent", {"unseen_epochs": -1}, "unseen-epochs must not be negative, not -1"),
         ("hetero-tent", {"adapt_lr": -0.5}, "adapt-lr must not be negative, not -0.5"),
         ("heterofedtta", {"lam": -0.1}, "lam must not be negative, not -0.1"),
         ("heterofedtta", {"inner_lr": -0.1}, "inner-lr must not be negative, not -0.1"),
@@ -627,8 +630,8 @@ def test_mixed_sizes_are_one_run_and_one_report(tmp_path: Path) -> None:
     assert [method for method, _ in names] == ["fedmd", "hetero-tent", "hetero-tent", "heterofedtta", "heterofedtta"]
     for row in result.rows:
         for rule in ("last", "best-val"):
-            (numbers,) = row.values[rule, "personal/original/unseen"]
-            assert numbers["clients"] == 4
-            assert 0 <= numbers["worst"] <= numbers["avg"] <= 100
+            (numbers,) = row.scores("personal/original/unseen", rule)
+            assert numbers.summary.clients == 4
+            assert 0 <= numbers.summary.worst10 <= numbers.summary.client_mean <= 100  # type: ignore[operator]
     again = run_experiment(experiment, tmp_path, engine="sequential", device="cpu")
     assert [row.values for row in again.rows] == [row.values for row in result.rows]

@@ -33,6 +33,20 @@ def engine_for(name: str, compute: Compute, has_convolution: bool, clients: int)
     return name, makers[name](compute)
 
 
+PRECISIONS = ("auto", "float32", "tf32", "float64")
+
+
+def compute_for(device: str, precision: str) -> Compute:
+    """Where and how numbers are made: ``auto`` is TF32 on a GPU, as torch's own convolutions have it, float32 on a CPU.
+
+    >>> compute_for("cpu", "auto")
+    Compute(device=device(type='cpu'), dtype=torch.float32, tf32=False)
+    """
+    where = device_for(device)
+    tf32 = precision in ("auto", "tf32") and where.type == "cuda"
+    return Compute(where, torch.float64 if precision == "float64" else torch.float32, tf32)
+
+
 def device_for(name: str) -> torch.device:
     """``auto``, ``cpu`` or ``cuda`` as a device that is really there.
 

@@ -25,6 +25,7 @@ class Compute:
 
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
     dtype: torch.dtype = torch.float32
+    tf32: bool = False  # on a GPU products of float32 may round to TF32, which kernels of our own need
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,16 @@ import torch
 
 
 @contextmanager
-def steady(fast: bool = False) -> Iterator[None]:
+def steady(tf32: bool = False) -> Iterator[None]:
     """Settings of torch while a run lasts, and what they were afterwards.
 
     One thread: a second one on a busy machine makes small networks many times slower. On CUDA only kernels that give the
-    same bits each time, and float32 that is float32, unless it is to be ``fast``: then products may round to TF32.
+    same bits each time, and float32 that is float32, unless products may round to TF32.
     """
     threads, cudnn, matmul = torch.get_num_threads(), torch.backends.cudnn, torch.backends.cuda.matmul
     before = (cudnn.allow_tf32, cudnn.deterministic, matmul.allow_tf32)
     torch.set_num_threads(1)
-    cudnn.allow_tf32, cudnn.deterministic, matmul.allow_tf32 = fast, True, fast
+    cudnn.allow_tf32, cudnn.deterministic, matmul.allow_tf32 = tf32, True, tf32
     try:
         yield
     finally:

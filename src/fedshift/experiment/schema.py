@@ -203,7 +203,7 @@ class Experiment(Table):
     rounds: Annotated[int, Field(ge=0)] = 10
     seeds: Annotated[list[int], Field(min_length=1)] = Field(default_factory=lambda: [0])
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of clients in a round
-    precision: Literal["float32", "fast", "float64"] = "float32"
+    precision: Literal["auto", "float32", "tf32", "float64"] = "auto"  # auto: TF32 on a GPU, float32 on a CPU
     checkpoint_every: Annotated[int, Field(ge=1)] = 10
     baselines: bool = True  # the rows local and finetune are always there, unless this is false
     scale: Literal["full", "small"] = "full"
@@ -220,6 +220,11 @@ class Experiment(Table):
     )
     evaluate: EvaluateSpec = Field(default_factory=EvaluateSpec)
     sweep: dict[str, list[Any]] = Field(default_factory=dict)
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _renamed(cls, value: Any) -> Any:
+        return "tf32" if value == "fast" else value  # its name in earlier versions
 
     @field_validator("notes", mode="before")
     @classmethod

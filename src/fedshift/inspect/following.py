@@ -17,6 +17,7 @@ from fedshift.runs.evaluate import adapters_of
 from fedshift.runs.open import state_of
 from fedshift.runs.plan import Job
 from fedshift.runs.session import Session
+from fedshift.store.rows import ScoreRow
 from fedshift.systems.fedtta.adapter import LearnedAdaptation, curve
 
 
@@ -37,11 +38,12 @@ class Curve:
         return {"adapter": self.adapter, "round": self.round, "clients": self.clients, "points": points}
 
 
-def learned(scores: Mapping[str, Sequence[Mapping[str, Any]]]) -> AdapterSpec | None:
+def learned(scores: Mapping[str, Sequence[ScoreRow]]) -> AdapterSpec | None:
     """The run's plainest adapter that steps on a learnt loss, or None.
 
-    >>> found = learned({"one": [{"adapter": "fedtta", "options": {}}], "none": [{"adapter": "none", "options": {}}]})
-    >>> found.title
+    >>> from fedshift.store.rows import Metric, Summary
+    >>> row = ScoreRow(Metric("global", "original"), Summary(), adapter="fedtta")
+    >>> learned({"one": [row], "none": [replace(row, adapter="none")]}).title
     'one'
     """
     specs = [s for s in adapters_of(scores).values() if issubclass(ADAPTERS[s.name].make, LearnedAdaptation)]

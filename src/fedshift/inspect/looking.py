@@ -25,6 +25,7 @@ from fedshift.runs.plan import Job
 from fedshift.runs.progress import Silent
 from fedshift.runs.session import Session
 from fedshift.store.features import Features, Wanted, positions_of
+from fedshift.store.rows import Metric, ScoreRow, Told
 from fedshift.store.state import State
 
 T = TypeVar("T")
@@ -89,7 +90,7 @@ class Look:
     accuracies: Mapping[str, float]
     confusions: Mapping[str, Tensor]  # of all clients, seen or not
     distances: Distances | None
-    telemetry: Mapping[str, Mapping[str, Any]]  # what adapters told, by adapter and metric
+    telemetry: Mapping[str, Mapping[Metric, Mapping[str, Told]]]  # what adapters told, by adapter and metric
     curve: Curve | None = None  # what every step on a learnt loss does
     notes: tuple[str, ...] = ()
 
@@ -100,7 +101,7 @@ class Look:
 
     @property
     def accuracy(self) -> float:
-        """AVG: the mean over clients."""
+        """The client mean."""
         return statistics.fmean(self.accuracies.values())
 
     def features(self) -> Features:
@@ -234,14 +235,16 @@ def incomparable(parts: Sequence[Part]) -> str:
     return "" if all(bool(part.features.isfinite().all()) for part in parts) else "features are not finite: it diverged"
 
 
-def told(scores: Mapping[str, Sequence[Mapping[str, Any]]], select: str) -> dict[str, dict[str, Any]]:
+def told(scores: Mapping[str, Sequence[ScoreRow]], select: str) -> dict[str, dict[Metric, Mapping[str, Told]]]:
     """What adapters told about themselves (FedTHE's ``e``), by adapter and metric, under one selection rule.
 
-    >>> told({"the": [{"selection": "last", "metric": "m", "telemetry": {"e": {"mean": 0.5}}}]}, "last")
-    {'the': {'m': {'e': {'mean': 0.5}}}}
+    >>> from fedshift.store.rows import Summary
+    >>> row = ScoreRow(Metric("personal", "original"), Summary(), "last", telemetry={"e": Told(0.5, (1, 1))})
+    >>> told({"the": [row]}, "last")["the"][row.metric]["e"].mean
+    0.5
     """
     found = {
-        adapter: {row["metric"]: row["telemetry"] for row in rows if row["selection"] == select and "telemetry" in row}
+        adapter: {row.metric: row.telemetry for row in rows if row.selection == select and row.telemetry}
         for adapter, rows in scores.items()
     }
     return {adapter: by_metric for adapter, by_metric in found.items() if by_metric}

@@ -18,7 +18,8 @@ from fedshift.results.cost_table import MIB, short
 from fedshift.store.costs import Costs, measured
 from fedshift.store.features import PREFERRED
 from fedshift.store.folder import RunFolder, find_runs
-from fedshift.store.rows import mean_and_std, metric_parts
+from fedshift.store.lines import History
+from fedshift.store.rows import Metric, mean_and_std
 
 WINDOW = 3  # evaluations in a moving average
 HEADS = {
@@ -80,7 +81,7 @@ class Overhead:
         """What the numbers mean, in sentences."""
         data = "validation data" if self.stream == "val" else f"test stream {self.stream!r}"
         return (
-            f"R*: the first evaluated round whose accuracy on {data} (AVG over clients; mean of the last {WINDOW} "
+            f"R*: the first evaluated round whose accuracy on {data} (client mean; mean of the last {WINDOW} "
             f"evaluations, of fewer before there are {WINDOW}) is at least {self.target:g} %.",
             "Compute: R* times the FLOPs the cost ledger counts for a client's mean round (steps x batch x 3F for plain "
             "training, F: 2 per multiply-add of a forward pass; the first layer needs no gradient of its input), with all "
@@ -148,9 +149,10 @@ def overhead(path: str | Path, target: float) -> Overhead:
         raise UserError(f"--target is an accuracy in percent, above 0 and at most 100, not {target:g}")
     names = names_of(find_runs(Path(path)))
     ledgers = {folder: _ledger(RunFolder(folder)) for folder in names}
-    stream = common_stream([lines for _, lines, _ in ledgers.values()])
+    stream = common_stream([history for _, history, _ in ledgers.values()])
     runs = [
-        (names[folder], seed, spent(lines, costs, target, stream)) for folder, (seed, lines, costs) in ledgers.items()
+        (names[folder], seed, spent(history, costs, target, stream))
+        for folder, (seed, history, costs) in ledgers.items()
     ]
     for name in (name for name, _, took in runs if took.best is None):
         raise UserError(
@@ -160,49 +162,54 @@ def overhead(path: str | Path, target: float) -> Overhead:
     return Overhead(target, stream, tuple(runs))
 
 
-def _ledger(folder: RunFolder) -> tuple[int, list[dict[str, Any]], Costs]:
+def _ledger(folder: RunFolder) -> tuple[int, History, Costs]:
     """A run's seed, its lines of metrics and its costs; of a run that has no ledger, what its rounds tell."""
     try:
-        lines, stored = folder.lines(), folder.costs()
+        history, stored = folder.history(), folder.costs()
         seed = int(json.loads((folder.path / "done").read_text())["seed"])
     except (OSError, ValueError, LookupError) as error:
         raise UserError(f"the run {folder.path} is damaged ({error})") from None
-    return seed, lines, measured(Costs(), lines, None) if stored is None else Costs.of(stored)
+    return seed, history, measured(Costs(), history.rounds, None) if stored is None else Costs.of(stored)
 
 
-def spent(lines: Sequence[Mapping[str, Any]], costs: Costs, target: float, stream: str = "val") -> Spent:
+def spent(history: History, costs: Costs, target: float, stream: str = "val") -> Spent:
     """What one run took, from its lines of metrics and its cost ledger.
 
-    >>> rounds = [{"round": r, "participants": 2, "bytes-up": 8, "bytes-down": 16} for r in (1, 2)]
-    >>> scores = [{"round": r, "global/val/clients": {"avg": a}} for r, a in ((1, 50.0), (2, 80.0))]
-    >>> took = spent([*rounds, *scores], Costs(flops_round=100.0), target=60)
+    >>> from fedshift.store.lines import Evaluation, RoundLine
+    >>> from fedshift.store.rows import Summary
+    >>> rounds = tuple(RoundLine(r, participants=2, bytes_up=8, bytes_down=16) for r in (1, 2))
+    >>> scores = tuple(Evaluation(r, {Metric("global", "val"): Summary(a)}) for r, a in ((1, 50.0), (2, 80.0)))
+    >>> took = spent(History(rounds, scores), Costs(flops_round=100.0), target=60)
     >>> took.rounds, took.flops, took.bytes_up, took.bytes_down
     (2, 200.0, 8.0, 16.0)
     """
-    means = moving_average(accuracies(lines, stream))
+    means = moving_average(accuracies(history, stream))
     best = max((mean for _, mean in means), default=None)
     first = next((number for number, mean in means if mean >= target), None)
     if first is None:
         return Spent(None, best)
-    rounds = [line for line in lines if "bytes-up" in line and line["round"] <= first]
+    rounds = [line for line in history.rounds if line.round <= first]
     work = None if costs.flops_round is None else first * costs.flops_round + (costs.flops_end or 0)
     return Spent(
         rounds=first,
         best=best,
         flops=work,
         flops_server=None if costs.flops_server is None else first * costs.flops_server,
-        bytes_up=math.fsum(line["bytes-up"] / max(line["participants"], 1) for line in rounds),
-        bytes_down=math.fsum(line["bytes-down"] / max(line["participants"], 1) for line in rounds),
+        bytes_up=math.fsum(line.bytes_up / max(line.participants, 1) for line in rounds),
+        bytes_down=math.fsum(line.bytes_down / max(line.participants, 1) for line in rounds),
         memory_step=costs.memory_step,
         memory_peak=costs.memory_peak,
     )
 
 
-def accuracies(lines: Sequence[Mapping[str, Any]], stream: str) -> list[tuple[int, float]]:
-    """Round and AVG accuracy of every evaluation of this stream; those without a number are left out."""
-    wanted = (stream, "clients")
-    scored = [(line["round"], line[key]) for line in lines for key in line if metric_parts(key)[1:] == wanted]
-    return [(number, scores["avg"]) for number, scores in scored if scores["avg"] is not None]
+def accuracies(history: History, stream: str) -> list[tuple[int, float]]:
+    """Round and client mean of every evaluation of this stream; those without a number are left out."""
+    return [
+        (line.round, summary.client_mean)
+        for line in history.evaluations
+        for metric, summary in line.scores.items()
+        if metric.column == Metric("", stream) and summary.client_mean is not None
+    ]
 
 
 def moving_average(values: Sequence[tuple[int, float]], window: int = WINDOW) -> list[tuple[int, float]]:
@@ -216,12 +223,10 @@ def moving_average(values: Sequence[tuple[int, float]], window: int = WINDOW) ->
     return [(moment, mean) for (moment, _), mean in zip(values, means, strict=True)]
 
 
-def common_stream(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+def common_stream(runs: Sequence[History]) -> str:
     """The test stream that all runs were scored on during training, ``original`` before others; or else ``val``."""
-    logged = [
-        list(dict.fromkeys(metric_parts(key)[1] for line in lines for key in line if key.endswith("/clients")))
-        for lines in runs
-    ]
+    metrics = [[metric for line in history.evaluations for metric in line.scores] for history in runs]
+    logged = [list(dict.fromkeys(m.stream for m in own if m.population == "clients")) for own in metrics]
     shared = [name for name in logged[0] if name != "val" and all(name in others for others in logged)]
     return PREFERRED if PREFERRED in shared else next(iter(shared), "val")
 

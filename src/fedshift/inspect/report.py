@@ -18,8 +18,7 @@ from rich.table import Table
 import fedshift
 from fedshift.data.pool import Pool
 from fedshift.data.task import Task
-from fedshift.engines.auto import device_for, engine_for
-from fedshift.engines.base import Compute
+from fedshift.engines.auto import compute_for, engine_for
 from fedshift.engines.torch_flags import steady
 from fedshift.errors import UserError
 from fedshift.inspect.looking import Look, Wish
@@ -27,10 +26,11 @@ from fedshift.inspect.looking import look as look_at
 from fedshift.inspect.pictures import confusion_picture, curve_picture, pad_picture, risk_picture, tsne_picture
 from fedshift.results.collect import collect, names_of
 from fedshift.results.plots.pictures import density_picture
+from fedshift.results.tables import short_name
 from fedshift.runs.open import SELECTIONS, open_run
-from fedshift.runs.setup import PRECISIONS, Network
+from fedshift.runs.setup import Network
 from fedshift.store.folder import RunFolder, find_runs
-from fedshift.store.rows import mean_and_std, metric_parts
+from fedshift.store.rows import mean_and_std
 
 PAGE, NUMBERS = "inspect.html", "inspect.json"
 READ = {
@@ -123,15 +123,14 @@ def looks_at(
 ) -> Iterator[Look]:
     """One run after the other; runs on the same task share it."""
     task: Task | None = None
-    where = device_for(device)
     for path, name in names_of(folders).items():
         doing(f"making {name} again")
         job = open_run(path, network).job(task, data)
         task = job.task
-        compute = Compute(where, PRECISIONS[job.experiment.precision])
+        compute = compute_for(device, job.experiment.precision)
         convolutions = any(method.arch.has_convolution for method in job.setup.methods.values())
         _, engine = engine_for("auto", compute, convolutions, len(task.clients))
-        with steady(job.experiment.precision == "fast"):
+        with steady(compute.tf32):
             try:
                 yield look_at(job, name, wish, engine, compute, doing)
             finally:
@@ -157,7 +156,12 @@ def as_dict(look: Look) -> dict[str, Any]:
         "risk": {"by-client": dict(look.risks), "mean": look.risk},
         "pad": None if look.distances is None else look.distances.as_dict(),
         "confusion": {name: counts.tolist() for name, counts in look.confusions.items()},
-        "telemetry": look.telemetry,
+        "telemetry": {
+            adapter: {
+                str(metric): {name: told.to_json() for name, told in own.items()} for metric, own in found.items()
+            }
+            for adapter, found in look.telemetry.items()
+        },
         "curve": None if look.curve is None else look.curve.as_dict(),
         "notes": list(look.notes),
     }
@@ -292,11 +296,9 @@ def _weights(looks: Sequence[Look]) -> list[dict[str, Any]]:
     for look in looks:
         for adapter, by_metric in look.telemetry.items():
             for metric, by_name in by_metric.items():
-                _, stream, population = metric_parts(metric)
-                where = stream if population == "clients" else f"{stream} ({population})"
-                for name, values in by_name.items():
-                    if values["mean"] is not None:
-                        found.setdefault((look.name, adapter, where, name), []).append(values["mean"])
+                for name, told in by_name.items():
+                    if told.mean is not None:
+                        found.setdefault((look.name, adapter, short_name(metric), name), []).append(told.mean)
     keys = ("method", "adapter", "stream", "what")
     return [{**dict(zip(keys, key, strict=True)), "mean": statistics.fmean(v)} for key, v in found.items()]
 

@@ -19,7 +19,7 @@ from fedshift.core.tree import Tree
 from fedshift.data._folders import SUFFIXES
 from fedshift.data.pool import Pool
 from fedshift.data.task import Client, Task
-from fedshift.engines.auto import device_for
+from fedshift.engines.auto import compute_for
 from fedshift.engines.base import Compute
 from fedshift.engines.reference import placed, predictions
 from fedshift.engines.sequential import Sequential
@@ -27,11 +27,10 @@ from fedshift.engines.torch_flags import steady
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec
 from fedshift.join.images import Images, read_images
-from fedshift.results.collect import validated_by
 from fedshift.runs.artefact import check_free, described, difference, write
 from fedshift.runs.deployment import Snapshot
 from fedshift.runs.open import OpenRun, choose_run, open_run
-from fedshift.runs.setup import PRECISIONS, Network
+from fedshift.runs.setup import Network
 
 PREDICTIONS = "predictions.csv"
 
@@ -105,9 +104,9 @@ def join(
     folder = Path(out) if out is not None else opened.folder.path / "joined" / f"{client}-{chosen.title}"
     check_free(folder)
     images = read_images(source, snapshot.shape, snapshot.classes, experiment.data.columns)
-    compute = Compute(device_for(device), PRECISIONS[experiment.precision])
+    compute = compute_for(device, experiment.precision)
     task = unseen_task(client, images, snapshot)
-    with steady(experiment.precision == "fast"):
+    with steady(compute.tf32):
         deployment = snapshot.deployment(setup).serving(name)
         trees, failed = deployment.admit(task, Sequential(compute), compute)
         if client not in trees:
@@ -123,7 +122,7 @@ def join(
         method=title,
         seed=snapshot.seed,
         round=snapshot.ctx.round,
-        validated=validated_by(opened.folder.lines()),
+        validated=opened.folder.history().validated,
         network=name,
         adapter=chosen.title,
         networks=tuple(setup.methods),

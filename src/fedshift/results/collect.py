@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fedshift.engines.base import Score
 from fedshift.results.result import Point, Result, Row
 from fedshift.store.costs import Costs, mean_costs, measured, published_by
 from fedshift.store.folder import NOTES, RunFolder, read_config, title_of
-from fedshift.store.rows import mean_over, metric_parts, summarise
+from fedshift.store.lines import History
+from fedshift.store.rows import ClientScore, Metric, ScoreRow, Summary, mean_over, summarise
 
-Run: TypeAlias = tuple[int, list[Any], dict[str, float]]  # seed, scores, cost
+Run: TypeAlias = tuple[int, list[ScoreRow], dict[str, float]]  # seed, scores, cost
+Key: TypeAlias = tuple[str, Metric]  # a selection rule and what was measured
 
 
 def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
@@ -31,75 +33,70 @@ def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
     validated = False
     for path, config in configs.items():
         folder = RunFolder(path)
-        lines = folder.lines()
-        validated = validated or validated_by(lines)
-        scores = folder.scores()
-        costs = _costs(folder, lines, scores)
+        history, scores = folder.history(), folder.scores()
+        validated = validated or history.validated
+        costs = _costs(folder, history, scores)
         costs_notes |= dict.fromkeys(f"{title_of(config)}: {note}" for note in costs.notes)
-        families: dict[str, list[list[dict[str, Any]]]] = {}
-        for adapter in wanted.get(path) or sorted(scores, key=lambda name: (name != "none", name)):
-            rows = scores[adapter]
-            oracle = _oracle(lines, rows) if adapter == "none" else []
-            whole = [*rows, *_validation(lines, adapter, rows), *oracle]
+        families: dict[str, list[list[ScoreRow]]] = {}
+        for label in wanted.get(path) or sorted(scores, key=lambda label: (label != "none", label)):
+            rows = scores[label]
+            oracle = _oracle(history, rows) if label == "none" else []
+            whole = [*rows, *_validation(history, label, rows), *oracle]
             run = (config["seed"], whole, costs.numbers())
-            grouped.setdefault((title_of(config), adapter, points[path], False), []).append(run)
-            families.setdefault(rows[0].get("family", "") if rows else "", []).append(rows)
+            grouped.setdefault((title_of(config), label, points[path], False), []).append(run)
+            families.setdefault(rows[0].family if rows else "", []).append(rows)
         for family, members in families.items():
             if family and len(members) > 1:
-                run = (config["seed"], _bound(members), costs.numbers())
-                key = (title_of(config), f"{family}, best per client (uses labels)", points[path], True)
-                grouped.setdefault(key, []).append(run)
+                label = f"{family}, best per client (uses labels)"
+                run = (config["seed"], _bound(members, label), costs.numbers())
+                grouped.setdefault((title_of(config), label, points[path], True), []).append(run)
     notes = [*dict.fromkeys(note for path in folders for note in _notes(path)), *costs_notes]
     return Result(tuple(_row(*key, runs) for key, runs in grouped.items()), tuple(folders), tuple(notes), validated)
 
 
-def _row(method: str, adapter: str, point: Point, bound: bool, runs: Sequence[Run]) -> Row:
-    keys = list(dict.fromkeys((row["selection"], row["metric"]) for _, rows, _ in runs for row in rows))
-    by_key = {key: [r for _, rows, _ in runs for r in rows if (r["selection"], r["metric"]) == key] for key in keys}
+def _row(method: str, label: str, point: Point, bound: bool, runs: Sequence[Run]) -> Row:
+    by_key: dict[Key, list[ScoreRow]] = {}
+    for row in (row for _, rows, _ in runs for row in rows):
+        by_key.setdefault(_key(row), []).append(row)
     complete = {key: found for key, found in by_key.items() if len(found) == len(runs)}
     cost = mean_costs([cost for _, _, cost in runs])
-    return Row(method, adapter, point, tuple(seed for seed, _, _ in runs), complete, cost, bound)
+    return Row(method, label, point, tuple(seed for seed, _, _ in runs), complete, cost, bound)
 
 
-def _bound(members: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+def _key(row: ScoreRow) -> Key:
+    return row.selection, row.metric
+
+
+def _bound(members: Sequence[Sequence[ScoreRow]], label: str) -> list[ScoreRow]:
     """Scores as if every client had known, on every stream, which adapter of a family suits it best."""
-    keyed = [{(row["selection"], row["metric"]): row for row in rows} for rows in members]
-    made: dict[tuple[str, str], dict[str, Any]] = {}
+    keyed = [{_key(row): row for row in rows} for rows in members]
+    made: dict[Key, ScoreRow] = {}
     for key, first in keyed[0].items():
         rows = [by_key[key] for by_key in keyed if key in by_key]
         if len(rows) < len(members):
             continue
-        same = {"selection": key[0], "metric": key[1], "round": first["round"]}
-        if "of" in first:
-            columns = [made[key[0], name] for name in _parts_of(first) if (key[0], name) in made]
-            if len(columns) == len(first["of"]):
-                made[key] = {**same, **mean_over(columns), "of": first["of"]}
+        same = ScoreRow(first.metric, Summary(), first.selection, first.round, label, of_streams=first.of_streams)
+        if first.of_streams:
+            columns = [made[key[0], part] for part in _parts_of(first) if (key[0], part) in made]
+            if len(columns) == len(first.of_streams):
+                made[key] = replace(same, summary=mean_over([column.summary for column in columns]))
             continue
         chosen = {
-            client: max((row["by-client"][client] for row in rows if client in row["by-client"]), key=_rank)
-            for client in first["by-client"]
+            client: max((row.by_client[client] for row in rows if client in row.by_client), key=_rank)
+            for client in first.by_client
         }
-        scores = {
-            name: Score(n, right, math.nan if loss is None else loss) for name, (n, right, loss) in chosen.items()
-        }
-        made[key] = {**same, **_finite(summarise(scores).as_dict()), "by-client": chosen}
+        made[key] = replace(same, summary=summarise(chosen), by_client=chosen)
     return list(made.values())
 
 
-def _parts_of(mean: Mapping[str, Any]) -> list[str]:
+def _parts_of(mean: ScoreRow) -> list[Metric]:
     """The metrics a mean over streams is of."""
-    model, _, population = metric_parts(mean["metric"])
-    return [f"{model}/{stream}/{population}" for stream in mean["of"]]
+    return [mean.metric._replace(stream=stream) for stream in mean.of_streams]
 
 
-def _rank(counts: Sequence[Any]) -> tuple[float, float]:
+def _rank(score: ClientScore) -> tuple[float, float]:
     """By right answers, then by loss."""
-    _, right, loss = counts
-    return right, -math.inf if loss is None else -loss
-
-
-def _finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
-    return {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+    return score.correct, -math.inf if score.loss is None else -score.loss
 
 
 def _notes(path: Path) -> list[str]:
@@ -154,69 +151,57 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _oracle(lines: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _oracle(history: History, rows: Sequence[ScoreRow]) -> list[ScoreRow]:
     """The best test score of any evaluated round, if test streams were scored during training."""
-    means = {row["metric"]: _parts_of(row) for row in rows if "of" in row}
-    best: dict[str, Mapping[str, Any]] = {}
-    for line in (line for line in lines if "adapter" not in line):
-        scored = {metric: value for metric, value in line.items() if isinstance(value, dict)}
+    means = {row.metric: row for row in rows if row.of_streams}
+    best: dict[Metric, ScoreRow] = {}
+    for line in history.evaluations:
+        scored = dict(line.scores)
         scored |= {
-            metric: mean_over([scored[part] for part in parts])
-            for metric, parts in means.items()
-            if all(part in scored for part in parts)
+            metric: mean_over([scored[part] for part in _parts_of(mean)])
+            for metric, mean in means.items()
+            if all(part in scored for part in _parts_of(mean))
         }
-        for metric, numbers in scored.items():
-            if "/val/" in metric:
+        for metric, summary in scored.items():
+            if metric.is_validation or summary.client_mean is None:
                 continue
-            if numbers["avg"] is None:
-                continue
-            if metric not in best or numbers["avg"] > best[metric]["avg"]:
-                best[metric] = {**numbers, "round": line["round"]}
-    return [{"selection": "oracle", "metric": metric, **numbers} for metric, numbers in best.items()]
+            known = best[metric].summary.client_mean if metric in best else None
+            if known is None or summary.client_mean > known:
+                best[metric] = ScoreRow(metric, summary, "oracle", line.round)
+    named = rows[0] if rows else None
+    return [replace(row, label=named.label, adapter=named.adapter) if named else row for row in best.values()]
 
 
-def _validation(
-    lines: Sequence[Mapping[str, Any]], adapter: str, rows: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+def _validation(history: History, label: str, rows: Sequence[ScoreRow]) -> list[ScoreRow]:
     """What validation images said of the states that were scored, where nobody who trained has test images.
 
     Elsewhere that is one more column for a table of streams; there it is all that is known of those who trained. Of an
     adapter whose round was chosen after its own adaptation it is the accuracy after that.
     """
-    tested = [row for row in rows if row["avg"] is not None]
-    if any(metric_parts(row["metric"])[2] == "clients" for row in tested):
+    tested = [row for row in rows if row.summary.client_mean is not None]
+    if any(row.metric.population == "clients" for row in tested):
         return []
-    adapted: dict[int, tuple[str, Any]] = {}
-    plain: dict[int, tuple[str, Any]] = {}
-    for line in lines:
-        found = next(((key, value) for key, value in line.items() if "/val/" in key), None)
-        if line.get("adapter") == adapter:
-            adapted[line["round"]] = (plain[line["round"]][0], line["val"])
-        elif found is not None:
-            plain[line["round"]] = found
+    plain = {
+        line.round: (metric, summary)
+        for line in history.evaluations
+        for metric, summary in line.scores.items()
+        if metric.is_validation
+    }
+    adapted = {line.round: (plain[line.round][0], line.summary) for line in history.adapted if line.label == label}
     known = adapted or plain
-    made: dict[str, dict[str, Any]] = {}
-    for row in (row for row in tested if row["round"] in known):
-        metric, numbers = known[row["round"]]
-        paper = {"paper": row["paper-validation"]} if "paper-validation" in row else {}
-        if numbers["avg"] is not None:
-            line = {"selection": row["selection"], "metric": metric, "round": row["round"], **numbers, **paper}
-            made.setdefault(row["selection"], line)  # streams have it in common
+    made: dict[str, ScoreRow] = {}
+    for row in (row for row in tested if row.round in known):
+        metric, summary = known[row.round]
+        if summary.client_mean is not None:
+            line = ScoreRow(metric, summary, row.selection, row.round, row.label, row.adapter, row.options)
+            made.setdefault(row.selection, replace(line, paper=row.paper_validation))  # streams have it in common
     return list(made.values())
 
 
-def validated_by(lines: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a run was ever scored on validation images; without any there is no number."""
-    scored = (value for line in lines for key, value in line.items() if "/val/" in key)
-    return any(value["avg"] is not None for value in scored)
-
-
-def _costs(
-    folder: RunFolder, lines: Sequence[Mapping[str, Any]], scores: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> Costs:
+def _costs(folder: RunFolder, history: History, scores: Mapping[str, Sequence[ScoreRow]]) -> Costs:
     """The ledger as it is stored; of a run that has none, what its rounds tell."""
     stored = folder.costs()
-    return Costs.of(stored) if stored is not None else measured(Costs(), lines, published_by(scores))
+    return Costs.of(stored) if stored is not None else measured(Costs(), history.rounds, published_by(scores))
 
 
 def names_of(folders: Sequence[Path]) -> dict[Path, str]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from operator import add
-from typing import Any
 
 import fedshift
 from fedshift.core.registry import ADAPTERS
@@ -22,7 +21,7 @@ from fedshift.runs.progress import Reporter
 from fedshift.runs.session import Session
 from fedshift.runs.write_artefacts import wanted, write_artefacts
 from fedshift.store.folder import NOTES, artefacts_folder, snapshot_file
-from fedshift.store.rows import mean_over, metric_parts, summarise
+from fedshift.store.rows import ClientScore, Metric, ScoreRow, Told, finite, mean_over, summarise
 from fedshift.store.state import State
 
 
@@ -55,12 +54,8 @@ def score(job: Job, session: Session, say: Reporter) -> None:
         say.doing(f"{title}: adapter {spec.title}")
         rounds = {"last": last[0].round, "best-val": chosen.get(spec.title, best).round}
         by_round = {number: _rows(job, session, spec, number, models[number]) for number in set(rounds.values())}
-        origin = {"seed": job.seed, "task-hash": job.task.hash, "fedshift": fedshift.__version__}
-        named = {"adapter": spec.name, "options": spec.options(), "code": code_digest(ADAPTERS[spec.name].make)}
         scored = [
-            {"selection": rule, "round": number, **named, **row, **origin}
-            for rule, number in rounds.items()
-            for row in by_round[number]
+            replace(row, selection=rule, round=number) for rule, number in rounds.items() for row in by_round[number]
         ]
         job.folder.write_scores(spec.title, _completed(scored, spec, job.experiment))
     if lack.featured:
@@ -80,7 +75,7 @@ class Lack:
     """What the scores of a trained run lack."""
 
     waiting: Sequence[AdapterSpec]  # not scored yet
-    restated: Mapping[str, list[dict[str, Any]]]  # by adapter: what is only written beside the scores has changed
+    restated: Mapping[str, list[ScoreRow]]  # by adapter: what is only written beside the scores has changed
     choosers: Sequence[str]  # adapters that choose their round for themselves; "" for all others
     featured: bool
     unsaved: bool  # a snapshot is missing
@@ -120,62 +115,70 @@ def _complete(job: Job, chooser: str) -> bool:
     return (job.folder.path / artefacts_folder(chooser) / "complete").is_file()
 
 
-def adapters_of(scores: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, AdapterSpec]:
+def adapters_of(scores: Mapping[str, Sequence[ScoreRow]]) -> dict[str, AdapterSpec]:
     """The adapters that a run was scored with, by label, ``none`` first.
 
-    >>> list(adapters_of({"a": [{"adapter": "tent", "options": {}}], "none": [{"adapter": "none", "options": {}}]}))
+    >>> from fedshift.store.rows import Metric, Summary
+    >>> row = ScoreRow(Metric("global", "original"), Summary(), adapter="tent")
+    >>> list(adapters_of({"a": [row], "none": [replace(row, adapter="none")]}))
     ['none', 'a']
     """
-    first = {title: rows[0] for title, rows in scores.items() if rows}
+    first = {label: rows[0] for label, rows in scores.items() if rows}
     return {
-        title: AdapterSpec(name=row["adapter"], label=title, **row["options"])
-        for title, row in sorted(first.items(), key=lambda item: (item[1]["adapter"] != "none", item[0]))
+        label: AdapterSpec(name=row.adapter, label=label, **row.options)
+        for label, row in sorted(first.items(), key=lambda item: (item[1].adapter != "none", item[0]))
     }
 
 
-def _rows(
-    job: Job, session: Session, spec: AdapterSpec, number: int, offered: Sequence[Served]
-) -> list[dict[str, Any]]:
+def _rows(job: Job, session: Session, spec: AdapterSpec, number: int, offered: Sequence[Served]) -> list[ScoreRow]:
     """An adapter's scores on every stream; models that were just trained on labels are scored as they are."""
-    adapters, made = job.setup.adapters(spec, session.context(number)), list[dict[str, Any]]()
+    adapters, made = job.setup.adapters(spec, session.context(number)), list[ScoreRow]()
     for served in offered:
         if served.model == "after-local" and spec.name != "none":
             continue
         scores = session.evaluate(adapters, served.trees, list(job.task.streams))
         made += [
-            {**_row(served, stream, scores), "setting": asdict(job.task.setting(stream))} for stream in job.task.streams
+            replace(
+                _row(served, stream, scores),
+                label=spec.title,
+                adapter=spec.name,
+                options=spec.options(),
+                code=code_digest(ADAPTERS[spec.name].make),
+                setting=asdict(job.task.setting(stream)),
+                seed=job.seed,
+                task_hash=job.task.hash,
+                fedshift=fedshift.__version__,
+            )
+            for stream in job.task.streams
         ]
     return made
 
 
-def _completed(scored: Sequence[Mapping[str, Any]], spec: AdapterSpec, experiment: Experiment) -> list[dict[str, Any]]:
+def _completed(scored: Sequence[ScoreRow], spec: AdapterSpec, experiment: Experiment) -> list[ScoreRow]:
     """Scores with what follows from them or only labels them: means over streams, published numbers, the family.
 
     None of it needs the models, so it is brought up to date without scoring again.
     """
-    groups: dict[tuple[str, str, str], dict[str, Mapping[str, Any]]] = {}
-    for row in scored:
-        model, stream, population = metric_parts(row["metric"])
-        if stream != "mean":
-            groups.setdefault((row["selection"], model, population), {})[stream] = row
+    groups: dict[tuple[str, str, str], dict[str, ScoreRow]] = {}
+    for row in (row for row in scored if not row.of_streams):
+        groups.setdefault((row.selection, row.metric.model, row.metric.population), {})[row.metric.stream] = row
     settings = experiment.model_dump(by_alias=True)
     published = spec.published(settings)
     tuned = spec.published({**settings, "split": {**settings["split"], "tune": True}})
     validation = {key: number for key, number in tuned.items() if published.get(key) != number}
     mean_of = experiment.evaluate.mean_of
-    completed: list[dict[str, Any]] = []
-    for (_, model, population), by_stream in groups.items():
-        rows = dict(by_stream)
-        if mean_of:
-            rows["mean"] = _mean_row(f"{model}/mean/{population}", [by_stream[name] for name in mean_of], mean_of)
-        for stream, row in rows.items():
-            labels = {
-                "paper": _first(published, _paper_keys(model, stream, population)),
-                "paper-validation": _first(validation, _paper_keys(model, stream, "clients")),
-                "family": spec.family or None,
-            }
-            plain = {key: value for key, value in row.items() if key not in labels}
-            completed.append({**plain, **{key: value for key, value in labels.items() if value is not None}})
+    completed: list[ScoreRow] = []
+    for by_stream in groups.values():
+        means = [_mean_row([by_stream[name] for name in mean_of])] if mean_of else []
+        completed += [
+            replace(
+                row,
+                paper=_first(published, _paper_keys(row.metric)),
+                paper_validation=_first(validation, _paper_keys(row.metric._replace(population="clients"))),
+                family=spec.family,
+            )
+            for row in (*by_stream.values(), *means)
+        ]
     return completed
 
 
@@ -183,17 +186,24 @@ def _first(numbers: Mapping[str, float], keys: Sequence[str]) -> float | None:
     return next((numbers[key] for key in keys if key in numbers), None)
 
 
-def _paper_keys(model: str, stream: str, population: str) -> list[str]:
+def _paper_keys(metric: Metric) -> list[str]:
     """Under which names a published number may stand; the plain name of a stream is that of the clients who train."""
-    if model == "after-local":
-        return [f"after-local/{stream}"]
-    return [f"{stream}/{population}", *([stream] if population == "clients" else [])]
+    if metric.model == "after-local":
+        return [f"after-local/{metric.stream}"]
+    return [str(metric.column), *([metric.stream] if metric.population == "clients" else [])]
 
 
-def _mean_row(metric: str, rows: Sequence[Mapping[str, Any]], streams: Sequence[str]) -> dict[str, Any]:
-    shared = ("selection", "round", "adapter", "options", "code", "seed", "task-hash", "fedshift", "published-bytes")
-    same = {key: rows[0][key] for key in shared}
-    return {**same, "metric": metric, **mean_over(rows), "of": list(streams)}
+def _mean_row(rows: Sequence[ScoreRow]) -> ScoreRow:
+    return replace(
+        rows[0],
+        metric=rows[0].metric._replace(stream="mean"),
+        summary=mean_over([row.summary for row in rows]),
+        by_client={},
+        telemetry={},
+        setting={},
+        of_streams=tuple(row.metric.stream for row in rows),
+        unknown={},
+    )
 
 
 def annotate(job: Job) -> None:
@@ -216,10 +226,10 @@ def _notes(job: Job) -> str:
     return "".join(f"{note}\n" for note in job.experiment.notes)
 
 
-def _scored(spec: AdapterSpec, row: Mapping[str, Any] | None) -> bool:
+def _scored(spec: AdapterSpec, row: ScoreRow | None) -> bool:
     """Whether these are scores of this adapter with these options, not only of one with the same label."""
     wanted = json.loads(json.dumps([spec.name, spec.options(), code_digest(ADAPTERS[spec.name].make)]))
-    return row is not None and [row["adapter"], row["options"], row.get("code")] == wanted
+    return row is not None and [row.adapter, row.options, row.code] == wanted
 
 
 @dataclass(frozen=True)
@@ -250,23 +260,24 @@ def _models(job: Job, session: Session, state: State, deployment: Deployment, sa
     return [served for served in models if served.trees]
 
 
-def _row(served: Served, stream: str, scores: Mapping[tuple[str, str], Score]) -> dict[str, Any]:
+def _row(served: Served, stream: str, scores: Mapping[tuple[str, str], Score]) -> ScoreRow:
     own = {name: score for (name, part), score in scores.items() if part == stream}
-    told = _telemetry([score for score in own.values() if score.samples])
-    return {
-        "metric": f"{served.model}/{stream}/{served.population}",
-        **summarise(own).as_dict(),
-        "published-bytes": served.published,
-        "by-client": {name: [score.samples, score.correct, round(score.loss, 4)] for name, score in own.items()},
-        **({"telemetry": told} if told else {}),
-    }
+    return ScoreRow(
+        Metric(served.model, stream, served.population),
+        summarise(own),
+        given_bytes=served.published,
+        by_client={
+            name: ClientScore(score.samples, score.correct, finite(round(score.loss, 4))) for name, score in own.items()
+        },
+        telemetry=_telemetry([score for score in own.values() if score.samples]),
+    )
 
 
-def _telemetry(scores: Sequence[Score]) -> dict[str, dict[str, Any]]:
+def _telemetry(scores: Sequence[Score]) -> dict[str, Told]:
     """What an adapter told about itself, over the samples of all clients."""
     parts: dict[str, list[Density]] = {}
     for score in scores:
         for name, density in score.telemetry.items():
             parts.setdefault(name, []).append(density)
     whole = {name: reduce(add, densities) for name, densities in parts.items()}
-    return {name: {"mean": density.mean, "counts": list(density.counts)} for name, density in whole.items()}
+    return {name: Told(density.mean, density.counts) for name, density in whole.items()}

@@ -41,5 +41,5 @@ def _account(job: Job, session: Session, say: Reporter) -> None:
         return
     say.doing(f"{job.title}: counting costs")
     counted = count(session, job.rounds)
-    costs = measured(counted, job.folder.lines(), published_by(job.folder.scores()))
+    costs = measured(counted, job.folder.history().rounds, published_by(job.folder.scores()))
     job.folder.write(COSTS, json.dumps(costs.as_dict(), indent=1) + "\n")

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from fedshift.data.pool import Pool
 from fedshift.data.task import Task
-from fedshift.engines.auto import device_for, engine_for
-from fedshift.engines.base import Compute
+from fedshift.engines.auto import compute_for, engine_for
 from fedshift.engines.torch_flags import steady
 from fedshift.errors import UserError
 from fedshift.experiment.schema import Experiment
@@ -17,7 +16,7 @@ from fedshift.results.result import Result
 from fedshift.runs.finish import finish
 from fedshift.runs.plan import Job, check_unfinished, check_writable, planned
 from fedshift.runs.progress import Reporter, Silent
-from fedshift.runs.setup import PRECISIONS, Network
+from fedshift.runs.setup import Network
 from fedshift.runs.train import groups
 from fedshift.runs.workers import side_by_side
 from fedshift.store.lock import Occupied
@@ -82,9 +81,8 @@ def carry_out(
     say = reporter or Silent()
     if processes < 1:
         raise UserError(f"at least one run must be made at a time, not {processes}")
-    precision = jobs[0].experiment.precision
-    compute = Compute(device_for(device), PRECISIONS[precision])
-    with steady(precision == "fast"):
+    compute = compute_for(device, jobs[0].experiment.precision)
+    with steady(compute.tf32):
         check_unfinished(jobs, resume, restart)
         chosen, worker = engine_for(
             engine,

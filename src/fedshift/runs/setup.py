@@ -31,7 +31,6 @@ from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec, ModelSpec
 
 Network: TypeAlias = nn.Module | Callable[[], nn.Module]
-PRECISIONS = {"float32": torch.float32, "fast": torch.float32, "float64": torch.float64}
 
 
 def cache_folder() -> Path:

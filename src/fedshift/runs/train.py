@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -21,7 +19,8 @@ from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
 from fedshift.runs.session import RoundReport, Session, step_together
 from fedshift.store.folder import Progress
-from fedshift.store.rows import summarise
+from fedshift.store.lines import Adapted, Evaluation, RoundLine
+from fedshift.store.rows import VALIDATION, Metric, finite, summarise
 from fedshift.store.state import State
 from fedshift.store.toml import toml_text
 
@@ -156,7 +155,7 @@ def _conclude(training: Training) -> None:
         "best-round": progress.best_round,
         "device": str(compute.device),
         "engine": type(engine).__name__.lower(),
-        "precision": job.experiment.precision,
+        "precision": "tf32" if compute.tf32 else str(compute.dtype).removeprefix("torch."),
         **({"convolutions": ways} if ways else {}),
         "seconds": round(time.perf_counter() - training.started, 3),
     }
@@ -167,38 +166,35 @@ def _due(round_: int, every: int, rounds: int) -> bool:
     return round_ == rounds or (every > 0 and round_ % every == 0)
 
 
-def _line(round_: int, report: RoundReport) -> dict[str, Any]:
-    return {
-        "round": round_,
-        "train/loss": report.loss,
-        "participants": report.participants,
-        "diverged": list(report.diverged),
-        "bytes-down": report.bytes_down,
-        "bytes-up": report.bytes_up,
-        "seconds": round(report.seconds, 4),
-        **report.memory,
-        **{f"server/{name}": value if math.isfinite(value) else None for name, value in report.server.items()},
-    }
+def _line(round_: int, report: RoundReport) -> RoundLine:
+    return RoundLine(
+        round=round_,
+        loss=finite(report.loss),
+        participants=report.participants,
+        diverged=tuple(report.diverged),
+        bytes_down=report.bytes_down,
+        bytes_up=report.bytes_up,
+        seconds=round(report.seconds, 4),
+        memory_peak=report.memory.get("memory-peak"),
+        memory_grown=report.memory.get("memory-grown"),
+        server={name: finite(value) for name, value in report.server.items()},
+    )
 
 
 def _validate(job: Job, session: Session, state: State, progress: Progress) -> Progress:
     """Score validation data (and test streams for the oracle), and keep the state if it is the best so far."""
-    parts = ["val", *(job.task.streams if job.experiment.evaluate.oracle else ())]
+    parts = [VALIDATION, *(job.task.streams if job.experiment.evaluate.oracle else ())]
     started = time.perf_counter()
     deployed = session.deploy(state).trained()
     scores = session.evaluate(job.setup.plain, deployed, parts)
-    model = job.model
-    by_part = {part: {name: score for (name, p), score in scores.items() if p == part} for part in parts}
-    line: dict[str, Any] = {"round": state.round}
-    for part, own in by_part.items():
-        line[f"{model}/{part}/clients"] = summarise(own).as_dict()
-    line["seconds"] = round(time.perf_counter() - started, 4)
-    job.folder.log(line)
-    accuracy = summarise(by_part["val"]).all
+    summaries = {part: summarise({name: score for (name, p), score in scores.items() if p == part}) for part in parts}
+    found = {Metric(job.model, part): summary for part, summary in summaries.items()}
+    job.folder.log(Evaluation(state.round, found, round(time.perf_counter() - started, 4)))
+    accuracy = summaries[VALIDATION].pooled
     progress = replace(progress, lines=progress.lines + 1)
     if state.round < job.chosen_from:
         return progress
-    if accuracy > progress.best:  # never true without validation data: NaN
+    if accuracy is not None and accuracy > progress.best:  # there is none without validation data
         job.folder.save_best(state)
         progress = replace(progress, best=accuracy, best_round=state.round)
     return _validate_adapted(job, session, state, deployed, progress)
@@ -210,12 +206,11 @@ def _validate_adapted(
     """The same after every adapter's own, label-free adaptation to the validation images, where that chooses its round."""
     for spec in job.setup.spec.validated(job.experiment.evaluate):
         started = time.perf_counter()
-        scores = session.evaluate(job.setup.adapters(spec, session.context(state.round)), deployed, ["val"])
+        scores = session.evaluate(job.setup.adapters(spec, session.context(state.round)), deployed, [VALIDATION])
         reached = summarise({name: score for (name, _), score in scores.items()})
-        line = {"round": state.round, "adapter": spec.title, "val": reached.as_dict()}
-        job.folder.log({**line, "seconds": round(time.perf_counter() - started, 4)})
+        job.folder.log(Adapted(state.round, spec.title, reached, round(time.perf_counter() - started, 4)))
         progress = replace(progress, lines=progress.lines + 1)
-        if reached.all > progress.adapted.get(spec.title, float("-inf")):
+        if reached.pooled is not None and reached.pooled > progress.adapted.get(spec.title, float("-inf")):
             job.folder.save_best(state, spec.title)
-            progress = replace(progress, adapted={**progress.adapted, spec.title: reached.all})
+            progress = replace(progress, adapted={**progress.adapted, spec.title: reached.pooled})
     return progress

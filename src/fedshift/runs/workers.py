@@ -50,7 +50,7 @@ class Order:
         for entry in self.adapters:
             ADAPTERS.adopt(entry)
         first = self.jobs[0]
-        with steady(first.experiment.precision == "fast"):
+        with steady(self.compute.tf32):
             convolution = any(method.arch.has_convolution for method in first.setup.methods.values())
             _, engine = engine_for(self.engine, self.compute, convolution, len(first.task.clients))
             try:

@@ -9,7 +9,6 @@ from urllib.parse import quote
 
 from fedshift.core.tree import Tree
 from fedshift.experiment.schema import AdapterSpec
-from fedshift.results.collect import validated_by
 from fedshift.runs.artefact import described, difference, write
 from fedshift.runs.deployment import Deployment
 from fedshift.runs.plan import Job
@@ -78,7 +77,7 @@ def _origin(job: Job, deployment: Deployment) -> dict[str, Any]:
         "run": job.title,
         "seed": job.seed,
         "round": deployment.ctx.round,
-        "selection": "best-val" if validated_by(job.folder.lines()) else "last",
+        "selection": "best-val" if job.folder.history().validated else "last",
         "task-hash": job.task.hash,
     }
 

@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from fedshift.store.lines import RoundLine
+from fedshift.store.rows import ScoreRow
+
 MIB = 1 << 20
 
 
@@ -62,34 +65,33 @@ class Costs:
         return Costs(**{**known, "notes": tuple(known.get("notes", ()))})
 
 
-def measured(costs: Costs, lines: Sequence[Mapping[str, Any]], published: float | None) -> Costs:
+def measured(costs: Costs, rounds: Sequence[RoundLine], published: float | None) -> Costs:
     """The ledger with what happened: bytes, seconds and memory of the rounds in ``metrics.jsonl``.
 
-    >>> rounds = [{"participants": 2, "bytes-up": 8, "bytes-down": 16, "seconds": s} for s in (9.0, 1.0, 2.0, 3.0)]
+    >>> rounds = [RoundLine(r, participants=2, bytes_up=8, bytes_down=16, seconds=s) for r, s in enumerate((9.0, 1.0, 3.0))]
     >>> costs = measured(Costs(), rounds, published=None)
     >>> costs.bytes_up, costs.bytes_down, costs.seconds_per_round
     (4.0, 8.0, 2.0)
     """
-    rounds = [line for line in lines if "bytes-up" in line]
     if not rounds:
         return replace(costs, bytes_published=published)
-    clients = sum(line["participants"] for line in rounds) or 1
+    clients = sum(line.participants for line in rounds) or 1
     return replace(
         costs,
-        bytes_up=sum(line["bytes-up"] for line in rounds) / clients,
-        bytes_down=sum(line["bytes-down"] for line in rounds) / clients,
+        bytes_up=sum(line.bytes_up for line in rounds) / clients,
+        bytes_down=sum(line.bytes_down for line in rounds) / clients,
         bytes_published=published,
-        seconds_per_round=statistics.median([line["seconds"] for line in rounds[1:] or rounds]),
-        memory_peak=max((line["memory-peak"] for line in rounds if "memory-peak" in line), default=None),
-        memory_grown=max((line["memory-grown"] for line in rounds if "memory-grown" in line), default=None),
+        seconds_per_round=statistics.median([line.seconds for line in rounds[1:] or rounds]),
+        memory_peak=max((line.memory_peak for line in rounds if line.memory_peak is not None), default=None),
+        memory_grown=max((line.memory_grown for line in rounds if line.memory_grown is not None), default=None),
     )
 
 
-def published_by(scores: Mapping[str, Sequence[Mapping[str, Any]]]) -> float | None:
+def published_by(scores: Mapping[str, Sequence[ScoreRow]]) -> float | None:
     """What a client gave once at the end, on average, from the scores of a run."""
-    rows = [row for found in scores.values() for row in found if row["selection"] == "last" and "by-client" in row]
-    known = (row for row in rows if row["metric"].endswith("/clients") and not row["metric"].startswith("after-local/"))
-    return next((row["published-bytes"] / max(len(row["by-client"]), 1) for row in known), None)
+    rows = [row for found in scores.values() for row in found if row.selection == "last" and row.by_client]
+    own = (row for row in rows if row.metric.population == "clients" and row.metric.model != "after-local")
+    return next((row.given_bytes / len(row.by_client) for row in own if row.given_bytes is not None), None)
 
 
 def mean_costs(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -24,7 +24,9 @@ from typing import Any, cast
 import torch
 
 from fedshift.errors import UserError
+from fedshift.store.lines import History, Line
 from fedshift.store.lock import check_free
+from fedshift.store.rows import ScoreRow
 from fedshift.store.state import State
 from fedshift.store.trees import load, save
 
@@ -134,14 +136,18 @@ class RunFolder:
         trees, facts = load(path)
         return State.of(trees, cast(int, facts["round"]), device)
 
-    def log(self, line: Mapping[str, Any]) -> None:
+    def log(self, line: Line) -> None:
         """Append a line of metrics."""
         with open(self.path / "metrics.jsonl", "a") as file:
-            file.write(_json(line) + "\n")
+            file.write(_json(line.to_json()) + "\n")
 
     def lines(self) -> list[dict[str, Any]]:
-        """All lines of metrics."""
+        """All lines of metrics as the file holds them."""
         return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+
+    def history(self) -> History:
+        """All lines of metrics, by what they are."""
+        return History.of(self.lines())
 
     def costs(self) -> dict[str, Any] | None:
         """The cost ledger, if it was written yet."""
@@ -156,14 +162,15 @@ class RunFolder:
         temporary.write_bytes(content if isinstance(content, bytes) else content.encode())
         os.replace(temporary, target)
 
-    def write_scores(self, adapter: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """All scores of one adapter."""
-        self.write(f"adapters/{adapter}.jsonl", "".join(_json(row) + "\n" for row in rows))
+    def write_scores(self, label: str, rows: Iterable[ScoreRow]) -> None:
+        """All scores of one adapter, by its label."""
+        self.write(f"adapters/{label}.jsonl", "".join(_json(row.to_json()) + "\n" for row in rows))
 
-    def scores(self) -> dict[str, list[dict[str, Any]]]:
-        """Scores by adapter."""
+    def scores(self) -> dict[str, list[ScoreRow]]:
+        """Scores by the adapter's label."""
         files = sorted((self.path / "adapters").glob("*.jsonl"))
-        return {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+        read = {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+        return {label: [ScoreRow.of(row, label) for row in rows] for label, rows in read.items()}
 
 
 def artefacts_folder(adapter: str) -> str:

@@ -4,7 +4,7 @@
 has few input channels, nor on maps of a few places, for which it has no kernel on tensor cores. Two other ways:
 
 - Patches: those of the images are written out, one row for each place, and multiplied with every client's kernels at once.
-- Implicit: kernels of our own read the patches where they lie (``implicit.py``), for ``precision = "fast"``.
+- Implicit: kernels of our own read the patches where they lie (``kernels.py``), where products may round to TF32.
 
 ``benchmarks/convolutions.py`` measures all of them.
 """
@@ -55,7 +55,7 @@ class StackedConvolutions(StackedNormalisation):
     """While it lasts, 2d convolutions go the way that is fastest for stacked clients.
 
     ``stack`` is how many clients each call stands for: patches that would take too much memory are not written out.
-    The ways that were gone are added to ``used``.
+    ``ours`` says whether kernels of our own can be used; the ways that were gone are added to ``used``.
 
     >>> x, weight, used = torch.ones(2, 3, 8, 8), torch.ones(4, 3, 5, 5), set()
     >>> with StackedConvolutions(used=used):
@@ -65,9 +65,9 @@ class StackedConvolutions(StackedNormalisation):
     {'patches'}
     """
 
-    def __init__(self, stack: int = 1, used: set[str] | None = None) -> None:
+    def __init__(self, stack: int = 1, used: set[str] | None = None, ours: bool = False) -> None:
         super().__init__()
-        self._stack = stack
+        self._stack, self._ours = stack, ours
         self._used = set() if used is None else used
 
     def __torch_function__(
@@ -75,13 +75,14 @@ class StackedConvolutions(StackedNormalisation):
     ) -> Any:
         """Convolutions, and what else is not as it should be for stacked clients."""
         if func is torch.conv2d or func is F.conv2d:
-            return _convolved(self._stack, self._used, *args, **(kwargs or {}))
+            return _convolved(self._stack, self._used, self._ours, *args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
 
 def _convolved(
     stack: int,
     used: set[str],
+    ours: bool,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -96,7 +97,6 @@ def _convolved(
         used.add("groups")
         return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
     strides, pads = pair(stride), pair(padding)
-    ours = trilinear.has_kernels(input.device, input.dtype)
     way = fastest(stack, shape_of(input), shape_of(weight), strides, pads, ours)
     used.add(way)
     return WAYS[way](input, weight, bias, strides, pads)

@@ -5,7 +5,7 @@ the three. Its derivative by one of them is a function of the other two: answers
 kernels ``dT/dx`` and ``dT/dw``. So one function, the third from two, is closed under differentiation: derivatives of any
 order, backward and forward, need nothing else, and neither do stacked clients, whose dimension comes first.
 
-Where ``has_kernels``, those of ``implicit.py`` compute it; elsewhere torch's convolutions with a group for each client,
+On a GPU kernels of our own (``kernels.py``) compute it; elsewhere torch's convolutions with a group for each client,
 which is what the former are tested against.
 """
 
@@ -22,19 +22,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_input, conv2d_weight
 
+from fedshift.engines.base import Compute
 from fedshift.engines.cuda.geometry import Geometry, Pair, Role
 
 Roles: TypeAlias = tuple[Role, Role]
 Maker: TypeAlias = Callable[[Mapping[Role, Tensor], Geometry], Tensor]
 
 
-def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+def has_kernels(compute: Compute) -> bool:
     """Whether kernels of our own can be used: they multiply as TF32, which has to be allowed.
 
-    >>> has_kernels(torch.device("cpu"), torch.float32)
+    >>> has_kernels(Compute(tf32=True))
     False
     """
-    return dtype == torch.float32 and torch.backends.cudnn.allow_tf32 and device.type == "cuda" and works(device)
+    return compute.tf32 and compute.dtype == torch.float32 and compute.device.type == "cuda" and works(compute.device)
 
 
 @cache
@@ -136,7 +137,7 @@ def _missing(roles: Roles) -> Role:
 
 
 def _makers(like: Tensor) -> Mapping[Role, Maker]:
-    if has_kernels(like.device, like.dtype):
+    if like.is_cuda and like.dtype == torch.float32 and works(like.device):
         from fedshift.engines.cuda.kernels import MAKERS
 
         return MAKERS

@@ -65,6 +65,7 @@ class Vmapped:
         self._task: Task | None = None
         self._compiles: dict[Method, bool] = {}  # methods of this task, and whether their steps are compiled
         self._convolutions: set[str] = set()
+        self._ours = has_kernels(self.compute)  # tried here, before any transform
 
     @property
     def convolutions(self) -> frozenset[str]:
@@ -175,7 +176,7 @@ class Vmapped:
             suited = fitting(phase, method.arch, size)
             order = queues.take(members, rows, size)
             our_way = self._graphs is not None and not self._compiles[method]
-            around = partial(StackedConvolutions, len(rows), self._convolutions) if our_way else nullcontext
+            around = partial(StackedConvolutions, len(rows), self._convolutions, self._ours) if our_way else nullcontext
             step = _stacked_step(method, suited, queues, common, around)
             if self._graphs is None or phase.kind == "fold":  # a fold is over before a graph would pay
                 group.state = step(group.state, order)
@@ -205,7 +206,7 @@ def compiling_pays(method: Method, samples: float, compute: Compute) -> bool:
         return False
     layers = [layer for layer in method.arch.convolutions() if layer.groups == 1]
     ours = any(implicit_pays(shape_of(layer.weight), pair(layer.stride)) for layer in layers)
-    return not (ours and has_kernels(compute.device, compute.dtype))
+    return not (ours and has_kernels(compute))
 
 
 def _work(method: Method, task: Task, clients: int, plan: Plan) -> float:

@@ -17,9 +17,11 @@ from fedshift.errors import UserError
 from fedshift.results.plots.clouds import draw_clouds
 from fedshift.results.plots.style import INK, MARKERS, PALETTE, SOFT, STROKES, save
 from fedshift.results.plots.tsne import places, with_features
-from fedshift.results.result import Result, Row, clients_of, number_of, paper_of, short_name
+from fedshift.results.result import Result, Row
+from fedshift.results.tables import short_name
 from fedshift.store.features import Features
 from fedshift.store.folder import FEATURES
+from fedshift.store.rows import Metric, ScoreRow
 
 FEWEST, MOST = 3, 20  # clients a radar needs, and names it writes around itself
 AXES = {  # what some adapters tell, in words
@@ -29,7 +31,7 @@ AXES = {  # what some adapters tell, in words
 
 
 def result_picture(result: Result, path: Path, rule: str = "best-val") -> None:
-    """AVG accuracy of every method and adapter, one panel for each stream, with the worst tenth of clients marked.
+    """The client mean of every method and adapter, one panel for each stream, with the worst 10 % of clients marked.
 
     A published number is a ring; what was chosen by test labels is hollow.
     """
@@ -38,11 +40,11 @@ def result_picture(result: Result, path: Path, rule: str = "best-val") -> None:
     adapters = list(dict.fromkeys(row.adapter for row in result.rows))
     figure, panels = _panels(len(metrics), width=3.2, height=0.7 + 0.27 * len(labels), sharey=True)
     places = np.arange(len(labels))[::-1]
-    published = [[paper_of(row, metric, rule) for metric in metrics] for row in result.rows]
+    published = [[row.paper(metric, rule) for metric in metrics] for row in result.rows]
     ring = "; ○ paper" if any(number is not None for numbers in published for number in numbers) else ""
     for column, (panel, metric) in enumerate(zip(panels, metrics, strict=True)):
         for index, (place, row) in enumerate(zip(places, result.rows, strict=True)):
-            mean, worst = (number_of(row, metric, rule, part) for part in ("avg", "worst"))
+            mean, worst = row.number(metric, rule), row.number(metric, rule, "worst10")
             if mean is None or worst is None:
                 continue
             colour = PALETTE[adapters.index(row.adapter) % len(PALETTE)]
@@ -59,7 +61,7 @@ def result_picture(result: Result, path: Path, rule: str = "best-val") -> None:
         panel.tick_params(length=0, labelcolor=INK)
         for side in ("top", "right", "left"):
             panel.spines[side].set_visible(False)
-    figure.supxlabel(f"accuracy, % (mean over clients; | worst tenth{ring})", fontsize=8, color=SOFT)
+    figure.supxlabel(f"accuracy, % (client mean; | worst 10 %{ring})", fontsize=8, color=SOFT)
     save(figure, path)
 
 
@@ -79,7 +81,7 @@ def density_picture(result: Result, path: Path, rule: str = "best-val") -> None:
     lines: dict[int, Line2D] = {}
     for panel, (name, metric) in zip(panels, wanted, strict=True):
         for order, (row, told) in enumerate(found.items()):
-            counts = np.array([seed["counts"] for seed in told.get(metric, {}).get(name, [])])
+            counts = np.array([seed.counts for seed in told.get(metric, {}).get(name, [])])
             if not counts.size:
                 continue
             bins = counts.shape[1]
@@ -107,9 +109,8 @@ def option_map(result: Result) -> tuple[str, str, list[Row]] | None:
     """Two numbers that adapters of one method were tried with, in every combination, and the rows; or None."""
     groups: dict[tuple[str, object, str], list[Row]] = {}
     for row in result.rows:
-        scored = next(iter(row.values.values()), [{}])[0]
-        if "options" in scored:
-            groups.setdefault((row.method, row.point, scored["adapter"]), []).append(row)
+        if row.values and not row.bound:
+            groups.setdefault((row.method, row.point, _first(row).adapter), []).append(row)
     for rows in groups.values():
         options = [_options(row) for row in rows]
         numbers = sorted(key for key in options[0] if all(isinstance(o.get(key), int | float) for o in options))
@@ -122,18 +123,18 @@ def option_map(result: Result) -> tuple[str, str, list[Row]] | None:
 
 
 def map_picture(result: Result, path: Path, rule: str = "best-val") -> None:
-    """AVG accuracy over two options of an adapter, one panel for each stream, the best one in bold."""
+    """The client mean over two options of an adapter, one panel for each stream, the best one in bold."""
     found = option_map(result)
     if found is None:
         raise UserError("no two options of an adapter were tried in every combination")
     down, across, rows = found
-    metrics = [metric for metric in result.metrics() if number_of(rows[0], metric, rule, "avg") is not None]
+    metrics = [metric for metric in result.metrics() if rows[0].number(metric, rule) is not None]
     ys, xs = (sorted({_options(row)[key] for row in rows}) for key in (down, across))
     figure, panels = _panels(len(metrics), width=0.5 + 0.55 * len(xs), height=0.8 + 0.42 * len(ys), sharey=False)
     for panel, metric in zip(panels, metrics, strict=True):
         values = np.full((len(ys), len(xs)), np.nan)
         for row in rows:
-            number = number_of(row, metric, rule, "avg")
+            number = row.number(metric, rule)
             if number is not None:
                 values[ys.index(_options(row)[down]), xs.index(_options(row)[across])] = number[0]
         panel.imshow(values, cmap="Blues", aspect="auto")
@@ -153,10 +154,10 @@ def map_picture(result: Result, path: Path, rule: str = "best-val") -> None:
     save(figure, path)
 
 
-def radar_numbers(result: Result, rule: str = "best-val") -> dict[str, dict[int, dict[str, float]]]:
+def radar_numbers(result: Result, rule: str = "best-val") -> dict[Metric, dict[int, dict[str, float]]]:
     """Accuracy in percent by client, for every metric with at least three clients, by the number of the row."""
     every = {
-        m: {i: own for i, row in enumerate(result.rows) if (own := clients_of(row, m, rule))} for m in result.metrics()
+        m: {i: own for i, row in enumerate(result.rows) if (own := row.by_client(m, rule))} for m in result.metrics()
     }
     most = max((len(own) for rows in every.values() for own in rows.values()), default=0)
     if most == 0:
@@ -186,7 +187,8 @@ def radar_picture(result: Result, path: Path, rule: str = "best-val") -> None:
     handles = [Line2D([], [], **looks[name]) for name in drawn]
     figure.legend(handles, list(drawn), loc="lower center", ncols=columns, fontsize=9, frameon=False, handlelength=3.2)
     save(figure, path)
-    _write_json(path, {"selection": rule, "metrics": {m: _radar_rows(result, rows) for m, rows in numbers.items()}})
+    by_metric = {str(metric): _radar_rows(result, rows) for metric, rows in numbers.items()}
+    _write_json(path, {"selection": rule, "metrics": by_metric})
 
 
 def _wheels(count: int, names: Sequence[str]) -> tuple[Figure, list[PolarAxes], int]:
@@ -294,9 +296,11 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 def _options(row: Row) -> dict[str, float]:
-    scored = next(iter(row.values.values()))[0]
-    options: dict[str, float] = scored["options"]
-    return options
+    return dict(_first(row).options)
+
+
+def _first(row: Row) -> ScoreRow:
+    return next(iter(row.values.values()))[0]
 
 
 def _panels(count: int, width: float, height: float, sharey: bool) -> tuple[Figure, list[Axes]]:

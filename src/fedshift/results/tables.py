@@ -1,0 +1,162 @@
+"""Results as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from fedshift.errors import UserError
+from fedshift.results.cost_table import costs_table
+from fedshift.store.rows import RULES, Metric, Part, known, mean_and_std
+
+if TYPE_CHECKING:
+    from fedshift.results.result import Result, Row
+
+MOST_COLUMNS = 4  # of streams in the table of selection rules
+HEADS: dict[Part, str] = {"client_mean": "mean", "pooled": "pooled", "worst10": "worst 10 %"}
+
+
+def accuracy_table(result: Result, rule: str) -> Table:
+    """Accuracy by method and adapter: all of :data:`HEADS` where there is room, or else the client mean."""
+    if rule not in RULES:
+        raise UserError(f"there is no selection rule {rule!r}; there are: {', '.join(RULES)}")
+    metrics = result.metrics()
+    mean: tuple[Part, ...] = ("client_mean",)
+    whole: tuple[Part, ...] = tuple(HEADS) if len(metrics) <= 2 else mean
+    columns = [(metric, part) for metric in metrics for part in (mean if metric.is_validation else whole)]
+    seeds = max((len(row.seeds) for row in result.rows), default=0)
+    title = f"Accuracy in % at {result.choice(rule)}, {seeds} seed{'s' if seeds != 1 else ''}"
+    table = Table(title=title, title_justify="left")
+    sweep = _sweep(result)
+    for column in ("method", "adapter", *sweep):
+        table.add_column(column, no_wrap=True)
+    papers = {metric: [row.paper(metric, rule) for row in result.rows] for metric in metrics}
+    for metric, part in columns:
+        beside = " (paper)" if part in mean and any(number is not None for number in papers[metric]) else ""
+        table.add_column(f"{short_name(metric)}\n{HEADS[part]}{beside}", justify="right", overflow="fold")
+    table.add_column("kB up\nclient", justify="right")
+    table.add_column("kB down\nclient", justify="right")
+    table.add_column("s\nround", justify="right")
+    best = {(metric, part): _best(result, metric, part, rule) for metric, part in columns}
+    for number, row in enumerate(result.rows):
+        cells = [
+            _cell(
+                row.number(metric, rule, part),
+                None if row.bound else best[metric, part],
+                papers[metric][number] if part in mean else None,
+            )
+            for metric, part in columns
+        ]
+        table.add_row(*_named(row, sweep), *cells, *_cost_cells(row.cost))
+    return table
+
+
+def rules_table(result: Result) -> Table:
+    """The client mean under the three selection rules; the oracle only where streams were scored during training.
+
+    Of many streams the mean is shown, or else the first few: a terminal is not wider.
+    """
+    every = result.metrics()
+    means = [metric for metric in every if not metric.model and metric.stream == "mean"]
+    metrics = every if len(every) <= MOST_COLUMNS else means or every[:MOST_COLUMNS]
+    shown = {rule for row in result.rows for rule, _ in row.values} - ({"best-val"} if not result.validated else set())
+    rules = [rule for rule in RULES if rule in shown]
+    table = Table(title="The same client mean under the selection rules", title_justify="left")
+    sweep = _sweep(result)
+    for column in ("method", "adapter", *sweep):
+        table.add_column(column, no_wrap=True)
+    for metric in metrics:
+        for rule in rules:
+            table.add_column(f"{short_name(metric)}\n{rule}", justify="right")
+    for row in result.rows:
+        cells = [_cell(row.number(metric, rule), None) for metric in metrics for rule in rules]
+        table.add_row(*_named(row, sweep), *cells)
+    return table
+
+
+def telemetry_table(result: Result, rule: str) -> Table | None:
+    """What adapters tell about themselves, as means over samples, clients and seeds; None if none tells anything."""
+    metrics = list(dict.fromkeys(metric for row in result.rows for metric in row.telemetry(rule)))
+    if not metrics:
+        return None
+    table = Table(title=f"What adapters tell, means at {result.choice(rule)}", title_justify="left")
+    sweep = _sweep(result)
+    for column in ("method", "adapter", *sweep, "name"):
+        table.add_column(column, no_wrap=True)
+    for metric in metrics:
+        table.add_column(short_name(metric), justify="right")
+    for row in result.rows:
+        found = row.telemetry(rule)
+        for name in dict.fromkeys(name for by_name in found.values() for name in by_name):
+            seeds = [[told.mean for told in found.get(metric, {}).get(name, [])] for metric in metrics]
+            table.add_row(*_named(row, sweep), name, *(_spread(values, 3) for values in seeds))
+    return table
+
+
+def method_costs_table(result: Result) -> Table:
+    """What every method costs, with the definitions beneath; a method's adapters share its row."""
+    sweep = _sweep(result)
+    first = {(row.method, row.point): row for row in reversed(result.rows)}
+    rows = [row for row in result.rows if first[row.method, row.point] is row]
+    return costs_table([((row.method, *_values(row, sweep)), row.cost) for row in rows], ("method", *sweep))
+
+
+def _sweep(result: Result) -> list[str]:
+    """The keys that tell runs of one method apart."""
+    return list(dict.fromkeys(key for row in result.rows for key, _ in row.point))
+
+
+def _named(row: Row, sweep: Sequence[str]) -> list[str]:
+    return [row.method, row.adapter, *_values(row, sweep)]
+
+
+def _values(row: Row, sweep: Sequence[str]) -> list[str]:
+    return [_text(dict(row.point).get(key, "")) for key in sweep]
+
+
+def _text(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _best(result: Result, metric: Metric, part: Part, rule: str) -> float | None:
+    plain = [row for row in result.rows if not row.bound]
+    found = [number[0] for row in plain if (number := row.number(metric, rule, part)) is not None]
+    return max(found) if len(found) > 1 else None
+
+
+def _cell(number: tuple[float, float] | None, best: float | None, paper: float | None = None) -> str:
+    beside = "" if paper is None else f" [dim]({paper:.2f})[/]"
+    if number is None:
+        return f"-{beside}"
+    mean, deviation = number
+    text = f"{mean:.1f}" + (f" ±{deviation:.1f}" if deviation else "")
+    return (f"[bold]{text}[/]" if best is not None and mean >= best - 0.05 else text) + beside
+
+
+def _spread(values: Sequence[float | None], digits: int) -> str:
+    numbers = known(values)
+    if not numbers:
+        return "-"
+    mean, deviation = mean_and_std(numbers)
+    return f"{mean:.{digits}f}" + (f" ±{deviation:.{digits}f}" if deviation else "")
+
+
+def _cost_cells(cost: Mapping[str, float]) -> tuple[str, str, str]:
+    """Bytes per round and client, seconds per round; empty before the first round."""
+    up, down = (f"{cost[key] / 1000:.0f}" if key in cost else "" for key in ("bytes-up", "bytes-down"))
+    return up, down, f"{cost['seconds-per-round']:.2f}" if "seconds-per-round" in cost else ""
+
+
+def short_name(metric: Metric) -> str:
+    """A metric as a column's head.
+
+    >>> short_name(Metric("global", "original")), short_name(Metric("", "mean", "unseen")), short_name(Metric("", "val"))
+    ('original', 'mean (unseen)', 'validation')
+    """
+    if metric.model == "after-local":
+        return f"{short_name(metric._replace(model=''))}\nafter local"
+    if metric.is_validation:
+        return "validation"
+    return metric.stream if metric.population == "clients" else f"{metric.stream} ({metric.population})"
