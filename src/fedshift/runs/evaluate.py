@@ -267,7 +267,8 @@ def _row(served: Served, stream: str, scores: Mapping[tuple[str, str], Score]) -
         summarise(own),
         given_bytes=served.published,
         by_client={
-            name: ClientScore(score.samples, score.correct, finite(round(score.loss, 4))) for name, score in own.items()
+            name: ClientScore(score.samples, score.correct, finite(round(score.loss, 4)), score.broken)
+            for name, score in own.items()
         },
         telemetry=_telemetry([score for score in own.values() if score.samples]),
     )
