@@ -166,7 +166,8 @@ def inspect(
     for table in (summary_table(found["methods"]), steps_table(found["runs"])):
         if table is not None:
             console.print(table)
-    for note in dict.fromkeys(f"{entry['name']}: {note}" for entry in found["runs"] for note in entry["notes"]):
+    own = [f"{entry['name']}: {note}" for entry in found["runs"] for note in entry["notes"]]
+    for note in dict.fromkeys([*found["notes"], *own]):
         console.print(f"- {_escaped(note)}", highlight=False)
     folder = out or path / "inspect"
     console.print(

@@ -73,7 +73,7 @@ def test_the_numbers_are_those_of_a_forward_pass(fedavg: Path, tmp_path: Path) -
     assert numbers["clients"] == [client.name for client in task.clients]
     scores = {row.selection: row for row in RunFolder(fedavg).scores()["none"] if row.metric.stream == "original"}
     chosen = {}
-    for name, (count, correct, loss) in scores["best-val"].by_client.items():
+    for name, (count, correct, loss, _) in scores["best-val"].by_client.items():
         output, labels = direct(experiment, task, trees["server"]["model"], name)
         assert numbers["risk"]["by-client"][name] == pytest.approx(float(F.cross_entropy(output.logits, labels)), 1e-5)
         assert numbers["risk"]["by-client"][name] == pytest.approx(loss / count, abs=1e-4)
@@ -155,8 +155,12 @@ def test_a_run_that_diverged_has_numbers_where_there_are_some(fedavg: Path, tmp_
     save(folder / "best.safetensors", {**trees, "server": {**trees["server"], "model": model}}, facts)
     (numbers,) = inspect(folder, tmp_path / "out")["runs"]
     assert (numbers["pad"], numbers["tsne"], numbers["risk"]["mean"]) == (None, None, None)
-    assert numbers["notes"] == ["no distances and no t-SNE, because features are not finite: it diverged"]
-    assert sum(map(sum, numbers["confusion"]["pen"])) > 0
+    broken, why = numbers["notes"]
+    assert why == "no distances and no t-SNE, because features are not finite: it diverged"
+    samples, said = broken.split(" of ")
+    assert said == f"{samples} predictions on original are not numbers: they count as wrong"
+    assert sum(map(sum, numbers["confusion"]["pen"])) == 0  # nothing was taken for anything
+    assert set(numbers["accuracy"]["by-client"].values()) == {0.0}
     made = {path.name for path in (tmp_path / "out").iterdir()}
     assert made == {"inspect.html", "inspect.json", "risk.png", "confusion.png"}
 

@@ -131,7 +131,7 @@ def scored(folder: Path, adapter: str) -> list[Any]:
     """What the run says about its unseen client: samples, right answers, loss."""
     found = RunFolder(folder).scores()[adapter]
     (row,) = (row for row in found if row.selection == "best-val" and row.metric.column == MEASURED)
-    return list(row.by_client[UNSEEN])
+    return list(row.by_client[UNSEEN][:3])
 
 
 def same(one: Tree, other: Tree) -> bool:

@@ -74,11 +74,22 @@ class Score:
     correct: int
     loss: float  # summed negative log-likelihood
     telemetry: Mapping[str, Density] = field(default_factory=dict)  # what the adapter tells about itself
+    broken: int = 0  # predictions that are not numbers: never right, and their loss is infinite
 
     @property
     def accuracy(self) -> float:
         """The share of right answers."""
         return self.correct / self.samples if self.samples else float("nan")
+
+
+def sound(logits: Tensor) -> Tensor:
+    """Which predictions (the last dimension) are numbers; a class may be impossible (-inf), but not all, and none certain.
+
+    >>> inf, nan = float("inf"), float("nan")
+    >>> sound(torch.tensor([[0.0, 1.0], [-inf, 1.0], [nan, 1.0], [inf, 1.0], [-inf, -inf]])).tolist()
+    [True, True, False, False, False]
+    """
+    return logits.amax(-1).isfinite()
 
 
 class Engine(Protocol):

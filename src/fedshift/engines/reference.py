@@ -22,7 +22,7 @@ from fedshift.core.tree import Tensors, Tree, all_finite, pick
 from fedshift.data.streams import Setting
 from fedshift.data.task import Client, Samples, Task
 from fedshift.engines import augment
-from fedshift.engines.base import Compute, Density, Reply, Score
+from fedshift.engines.base import Compute, Density, Reply, Score, sound
 from fedshift.engines.schedule import Plan, batches, draw, fitting, seeds_for
 
 T = TypeVar("T")
@@ -206,18 +206,21 @@ def evaluate(
     for part in parts:
         samples, setting = task.samples(client, part), task.setting(part)
         state = state if setting.reset == "never" else None
-        correct, loss = 0, 0.0
+        correct, loss, broken = 0, 0.0, 0
         told: dict[str, list[Tensor]] = {name: [] for name in adapter.telemetry}
         for number in range(setting.passes):
             shown = predictions(adapter, deployed, samples, setting, seed, compute, state, fit=number == 0)
             for output, labels, current in shown:
                 state = current
                 if number == setting.passes - 1:
-                    correct += int((output.logits.argmax(1) == labels).sum())
-                    loss += float(F.cross_entropy(output.logits, labels, reduction="sum"))
+                    fine = sound(output.logits)
+                    lost = len(labels) - int(fine.sum())
+                    broken += lost
+                    correct += int(((output.logits.argmax(1) == labels) & fine).sum())  # NaN has an argmax too
+                    loss += math.inf if lost else float(F.cross_entropy(output.logits, labels, reduction="sum"))
                     told = {name: [*values, output.aux[name]] for name, values in told.items()}
         telemetry = {name: Density.of(torch.cat(values)) for name, values in told.items() if values}
-        scores[client.name, part] = Score(len(samples), correct, loss, telemetry)
+        scores[client.name, part] = Score(len(samples), correct, loss, telemetry, broken)
     return scores
 
 

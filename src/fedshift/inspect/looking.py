@@ -13,7 +13,7 @@ from torch import Tensor
 from fedshift.core.adapter import Adapter
 from fedshift.core.tree import Tree
 from fedshift.data.task import Client, Task
-from fedshift.engines.base import Compute, Engine
+from fedshift.engines.base import Compute, Engine, sound
 from fedshift.errors import UserError
 from fedshift.inspect.following import Curve, follow
 from fedshift.inspect.pad import Distances, distances
@@ -62,16 +62,22 @@ class Part:
     client: str
     unseen: bool
     risk: float | None
-    confusion: Tensor  # int64 [classes, outputs]
+    confusion: Tensor  # int64 [classes, outputs], of predictions that are numbers
     features: Tensor  # float32 [n, d]
     labels: Tensor  # of these n
     answers: Tensor
     positions: Tensor  # in the client's stream
+    broken: int = 0  # predictions that are not numbers
+
+    @property
+    def images(self) -> int:
+        """How many were counted."""
+        return int(self.confusion.sum()) + self.broken
 
     @property
     def accuracy(self) -> float:
-        """In percent."""
-        return 100 * int(self.confusion.diagonal().sum()) / int(self.confusion.sum())
+        """In percent; a prediction that is not a number is wrong."""
+        return 100 * int(self.confusion.diagonal().sum()) / self.images
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,7 @@ class Look:
     distances: Distances | None
     telemetry: Mapping[str, Mapping[Metric, Mapping[str, Told]]]  # what adapters told, by adapter and metric
     curve: Curve | None = None  # what every step on a learnt loss does
+    broken: int = 0  # predictions of all clients that are not numbers
     notes: tuple[str, ...] = ()
 
     @property
@@ -172,7 +179,10 @@ def look(
     doing(f"{job.title}: distances between {len(parts)} clients")
     found = None if why else distances({part.client: part.features for part in parts}, compared)
     more = [f"{len(parts)} of {len(every)} clients are compared, spread evenly"] if len(parts) < len(every) else []
-    if coarse := sum(int(part.confusion.sum()) < COARSE for part in parts):
+    if broken := sum(part.broken for part in every):
+        images = sum(part.images for part in every)
+        more.append(f"{broken} of {images} predictions on {wanted.stream} are not numbers: they count as wrong")
+    if coarse := sum(part.images < COARSE for part in parts):
         more.append(f"{coarse} clients have fewer than {COARSE} test images, and distances that are hardly measured")
     return Look(
         name=name,
@@ -187,6 +197,7 @@ def look(
         distances=found,
         telemetry=told(job.folder.scores(), wish.select),
         curve=curve,
+        broken=broken,
         notes=(*heard.notes, *more, *((f"no distances and no t-SNE, because {why}",) if why else ())),
     )
 
@@ -214,16 +225,17 @@ def _part(task: Task, client: Client, adapter: Adapter, deployed: Tree, wanted: 
     samples = task.samples(client, wanted.stream)
     features, logits, labels = outputs(adapter, deployed, samples, compute)
     positions = positions_of(len(samples), wanted.at_most, wanted.seed, client.name)
-    answers = logits.argmax(1)
+    answers, fine = logits.argmax(1), sound(logits)
     return Part(
         client.name,
         client in task.unseen,
         local_risk(logits, labels),
-        confusion(labels, answers, len(task.classes), logits.shape[1]),
+        confusion(labels[fine], answers[fine], len(task.classes), logits.shape[1]),
         features[positions],
         labels[positions],
         answers[positions],
         positions,
+        broken=len(labels) - int(fine.sum()),
     )
 
 

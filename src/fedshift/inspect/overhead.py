@@ -19,7 +19,7 @@ from fedshift.store.costs import Costs, measured
 from fedshift.store.features import PREFERRED
 from fedshift.store.folder import RunFolder, find_runs
 from fedshift.store.lines import History
-from fedshift.store.rows import Metric, mean_and_std
+from fedshift.store.rows import Metric, Summary, mean_and_std
 
 WINDOW = 3  # evaluations in a moving average
 HEADS = {
@@ -154,12 +154,17 @@ def overhead(path: str | Path, target: float) -> Overhead:
         (names[folder], seed, spent(history, costs, target, stream))
         for folder, (seed, history, costs) in ledgers.items()
     ]
-    for name in (name for name, _, took in runs if took.best is None):
+    for name in (names[folder] for folder, (_, history, _) in ledgers.items() if not _logged(history, stream)):
         raise UserError(
             f"{name} logged no accuracy while it trained: it has no validation images, or was never evaluated; run again "
             "with -c evaluate.oracle=true -c evaluate.every=1, which scores test streams during training"
         )
     return Overhead(target, stream, tuple(runs))
+
+
+def _logged(history: History, stream: str) -> bool:
+    """Whether any accuracy is known, be it one of predictions that are not numbers."""
+    return any(summary.client_mean is not None for _, summary in _evaluations(history, stream))
 
 
 def _ledger(folder: RunFolder) -> tuple[int, History, Costs]:
@@ -203,12 +208,20 @@ def spent(history: History, costs: Costs, target: float, stream: str = "val") ->
 
 
 def accuracies(history: History, stream: str) -> list[tuple[int, float]]:
-    """Round and client mean of every evaluation of this stream; those without a number are left out."""
+    """Round and client mean of every evaluation of this stream; those without a number are left out.
+
+    So are those with predictions that are not numbers: they reach nothing.
+    """
+    found = _evaluations(history, stream)
+    return [(number, s.client_mean) for number, s in found if s.client_mean is not None and not s.broken]
+
+
+def _evaluations(history: History, stream: str) -> list[tuple[int, Summary]]:
     return [
-        (line.round, summary.client_mean)
+        (line.round, summary)
         for line in history.evaluations
         for metric, summary in line.scores.items()
-        if metric.column == Metric("", stream) and summary.client_mean is not None
+        if metric.column == Metric("", stream)
     ]
 
 

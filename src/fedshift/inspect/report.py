@@ -26,7 +26,7 @@ from fedshift.inspect.looking import look as look_at
 from fedshift.inspect.pictures import confusion_picture, curve_picture, pad_picture, risk_picture, tsne_picture
 from fedshift.results.collect import collect, names_of
 from fedshift.results.plots.pictures import density_picture
-from fedshift.results.tables import short_name
+from fedshift.results.tables import BROKEN, short_name
 from fedshift.runs.open import SELECTIONS, open_run
 from fedshift.runs.setup import Network
 from fedshift.store.folder import RunFolder, find_runs
@@ -93,6 +93,7 @@ def inspect(
     folders = find_runs(Path(path))
     target = Path(out) if out is not None else Path(path) / "inspect"
     _check(target)
+    collected = collect(folders)
     looks = list(looks_at(folders, wish, device, network, data, doing))
     drawn = list({look.name: look for look in reversed(looks)}.values())[::-1]  # the first seed of each
     doing("t-SNE")
@@ -100,10 +101,11 @@ def inspect(
     numbers = {
         "fedshift": fedshift.__version__,
         "selection": select,
-        "models-of": collect(folders).choice(select),
+        "models-of": collected.choice(select),
         "samples": samples,
         "read": READ,
         "methods": summary(looks),
+        "notes": list(collected.trouble),
         "runs": [{**as_dict(look), "tsne": placed.get(look.job.folder.path)} for look in looks],
     }
     doing("pictures")
@@ -181,6 +183,8 @@ def summary(looks: Sequence[Look]) -> list[dict[str, Any]]:
         }
         numbers = {key: _spread(values) for key, values in columns.items()}
         rows.append({"name": name, "model": own[0].model, "seeds": [look.job.seed for look in own], **numbers})
+        if broken := sum(look.broken for look in own):
+            rows[-1]["broken"] = broken
     return rows
 
 
@@ -194,7 +198,9 @@ def summary_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for head in ("PAD\npairs", "PAD\nunion", "local\nrisk", "accuracy\n%"):
         table.add_column(head, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(row["name"], row["model"], *(_text(row[key], digits) for key, digits in COLUMNS.items()))
+        mark = f" {BROKEN}" if "broken" in row else ""
+        cells = {key: _text(row[key], digits) for key, digits in COLUMNS.items()}
+        table.add_row(row["name"], row["model"], *({**cells, "accuracy": cells["accuracy"] + mark}).values())
     return table
 
 
@@ -276,18 +282,19 @@ def _page(
             {"key": k, "title": t, "read": READ[k], "image": images[k]} for k, t in SECTIONS.items() if k in images
         ],
         weights=_weights(looks),
-        notes=list(dict.fromkeys(f"{look.name}: {note}" for look in looks for note in look.notes)),
+        notes=list(dict.fromkeys([*numbers["notes"], *(f"{look.name}: {n}" for look in looks for n in look.notes)])),
         seed=drawn[0].job.seed if several else None,
         numbers=NUMBERS,
     )
 
 
 def _best(rows: Sequence[dict[str, Any]], key: str) -> float | None:
-    """The best mean of a column, where there are several to choose from."""
-    known: list[float] = [row[key]["mean"] for row in rows if row[key] is not None]
-    if len(known) < 2:
+    """The best mean of a column, where there are several to choose from; never of predictions that are not numbers."""
+    known = [row for row in rows if row[key] is not None]
+    fine: list[float] = [row[key]["mean"] for row in known if "broken" not in row]
+    if len(known) < 2 or not fine:
         return None
-    return max(known) if key == "accuracy" else min(known)
+    return max(fine) if key == "accuracy" else min(fine)
 
 
 def _weights(looks: Sequence[Look]) -> list[dict[str, Any]]:

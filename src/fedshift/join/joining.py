@@ -130,7 +130,7 @@ def join(
         predictions=tuple(map(Prediction, images.names, _named(codes, snapshot.classes), chances.tolist())),
         right=None if images.truth is None else tuple((codes == images.truth).tolist()),
         files=(),
-        notes=(*images.notes(), *([trouble] if failed else [])),
+        notes=(*images.notes(), *([trouble] if failed else []), *_broken(opened, chosen.title)),
     )
     origin = {
         "run": str(joined.run.resolve()),
@@ -146,6 +146,18 @@ def join(
     beside = {PREDICTIONS: _csv(joined.predictions)}
     files = write(folder, setup.methods[name].arch, trees[client], config, parts, beside)
     return replace(joined, files=tuple(files))
+
+
+def _broken(opened: OpenRun, adapter: str) -> list[str]:
+    """Whether this adapter's predictions in the run itself were numbers."""
+    rows = [
+        row for row in opened.folder.scores().get(adapter, []) if row.selection == "best-val" and not row.of_streams
+    ]
+    broken = sum(row.summary.broken for row in rows)
+    samples = sum(own.samples for row in rows for own in row.by_client.values())
+    if not broken:
+        return []
+    return [f"in the run itself {broken} of {samples} predictions with adapter {adapter} are not numbers"]
 
 
 def _counted(joined: Joined, images: Images) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fedshift.results.result import Point, Result, Row
+from fedshift.results.trouble import broken_predictions, diverged_training
 from fedshift.store.costs import Costs, mean_costs, measured, published_by
 from fedshift.store.folder import NOTES, RunFolder, read_config, title_of
 from fedshift.store.lines import History
@@ -30,11 +31,13 @@ def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
     points = points_of(configs)
     grouped: dict[tuple[str, str, Point, bool], list[Run]] = {}
     costs_notes: dict[str, None] = {}
+    trouble: list[str] = []
     validated = False
     for path, config in configs.items():
         folder = RunFolder(path)
         history, scores = folder.history(), folder.scores()
         validated = validated or history.validated
+        trouble += diverged_training(_seeded(config, points[path]), history.rounds, config.get("participation", 1.0))
         costs = _costs(folder, history, scores)
         costs_notes |= dict.fromkeys(f"{title_of(config)}: {note}" for note in costs.notes)
         families: dict[str, list[list[ScoreRow]]] = {}
@@ -50,8 +53,15 @@ def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
                 label = f"{family}, best per client (uses labels)"
                 run = (config["seed"], _bound(members, label), costs.numbers())
                 grouped.setdefault((title_of(config), label, points[path], True), []).append(run)
-    notes = [*dict.fromkeys(note for path in folders for note in _notes(path)), *costs_notes]
-    return Result(tuple(_row(*key, runs) for key, runs in grouped.items()), tuple(folders), tuple(notes), validated)
+    made = tuple(_row(*key, runs) for key, runs in grouped.items())
+    trouble += [note for row in made for note in broken_predictions(row)]
+    notes = [*trouble, *dict.fromkeys(note for path in folders for note in _notes(path)), *costs_notes]
+    return Result(made, tuple(folders), tuple(notes), validated, tuple(trouble))
+
+
+def _seeded(config: Mapping[str, Any], point: Point) -> str:
+    """What one run is called."""
+    return f"{', '.join([title_of(config), *(f'{key} = {value}' for key, value in point)])} seed {config['seed']}"
 
 
 def _row(method: str, label: str, point: Point, bound: bool, runs: Sequence[Run]) -> Row:
@@ -94,9 +104,9 @@ def _parts_of(mean: ScoreRow) -> list[Metric]:
     return [mean.metric._replace(stream=stream) for stream in mean.of_streams]
 
 
-def _rank(score: ClientScore) -> tuple[float, float]:
-    """By right answers, then by loss."""
-    return score.correct, -math.inf if score.loss is None else -score.loss
+def _rank(score: ClientScore) -> tuple[bool, float, float]:
+    """By right answers, then by loss; after all others where predictions are not numbers."""
+    return not score.broken, score.correct, -math.inf if score.loss is None else -score.loss
 
 
 def _notes(path: Path) -> list[str]:
@@ -163,7 +173,7 @@ def _oracle(history: History, rows: Sequence[ScoreRow]) -> list[ScoreRow]:
             if all(part in scored for part in _parts_of(mean))
         }
         for metric, summary in scored.items():
-            if metric.is_validation or summary.client_mean is None:
+            if metric.is_validation or summary.client_mean is None or summary.broken:
                 continue
             known = best[metric].summary.client_mean if metric in best else None
             if known is None or summary.client_mean > known:

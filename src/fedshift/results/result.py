@@ -49,6 +49,10 @@ class Row:
         numbers = known([getattr(score.summary, part) for score in self.scores(metric, rule)])
         return mean_and_std(numbers) if numbers else None
 
+    def broken(self, metric: Metric | str, rule: str = "best-val") -> int:
+        """How many predictions of all seeds are not numbers; a score with any is never the best."""
+        return sum(score.summary.broken for score in self.scores(metric, rule))
+
     def paper(self, metric: Metric | str, rule: str = "best-val") -> float | None:
         """The published number for a metric, or None; it does not depend on seeds."""
         found = self.scores(metric, rule)
@@ -85,6 +89,7 @@ class Result:
     folders: tuple[Path, ...]
     notes: tuple[str, ...] = ()
     validated: bool = True  # whether any run had validation images to choose a round by
+    trouble: tuple[str, ...] = ()  # those of the notes that say what is wrong with numbers
 
     def metrics(self) -> list[Metric]:
         """The columns of a table: stream and population of every score, those after local training last."""

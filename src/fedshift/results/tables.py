@@ -14,6 +14,7 @@ from fedshift.store.rows import RULES, Metric, Part, known, mean_and_std
 if TYPE_CHECKING:
     from fedshift.results.result import Result, Row
 
+BROKEN = "!"  # beside a score whose predictions are not all numbers; a note says how many
 MOST_COLUMNS = 4  # of streams in the table of selection rules
 HEADS: dict[Part, str] = {"client_mean": "mean", "pooled": "pooled", "worst10": "worst 10 %"}
 
@@ -46,6 +47,7 @@ def accuracy_table(result: Result, rule: str) -> Table:
                 row.number(metric, rule, part),
                 None if row.bound else best[metric, part],
                 papers[metric][number] if part in mean else None,
+                broken=row.broken(metric, rule) > 0,
             )
             for metric, part in columns
         ]
@@ -71,7 +73,11 @@ def rules_table(result: Result) -> Table:
         for rule in rules:
             table.add_column(f"{short_name(metric)}\n{rule}", justify="right")
     for row in result.rows:
-        cells = [_cell(row.number(metric, rule), None) for metric in metrics for rule in rules]
+        cells = [
+            _cell(row.number(metric, rule), None, broken=row.broken(metric, rule) > 0)
+            for metric in metrics
+            for rule in rules
+        ]
         table.add_row(*_named(row, sweep), *cells)
     return table
 
@@ -121,17 +127,24 @@ def _text(value: Any) -> str:
 
 
 def _best(result: Result, metric: Metric, part: Part, rule: str) -> float | None:
+    """The best of several; one with predictions that are not numbers is beaten by any other."""
     plain = [row for row in result.rows if not row.bound]
-    found = [number[0] for row in plain if (number := row.number(metric, rule, part)) is not None]
-    return max(found) if len(found) > 1 else None
+    found = {k: number[0] for k, row in enumerate(plain) if (number := row.number(metric, rule, part)) is not None}
+    fine = [number for k, number in found.items() if not plain[k].broken(metric, rule)]
+    return max(fine) if fine and len(found) > 1 else None
 
 
-def _cell(number: tuple[float, float] | None, best: float | None, paper: float | None = None) -> str:
+def _cell(
+    number: tuple[float, float] | None, best: float | None, paper: float | None = None, broken: bool = False
+) -> str:
+    """A number, bold if it is the best; one with predictions that are not numbers is marked instead."""
     beside = "" if paper is None else f" [dim]({paper:.2f})[/]"
     if number is None:
         return f"-{beside}"
     mean, deviation = number
     text = f"{mean:.1f}" + (f" ±{deviation:.1f}" if deviation else "")
+    if broken:
+        return f"{text} {BROKEN}{beside}"
     return (f"[bold]{text}[/]" if best is not None and mean >= best - 0.05 else text) + beside
 
 

@@ -27,19 +27,12 @@ from fedshift.store.state import State
 
 def score(job: Job, session: Session, say: Reporter) -> None:
     """What is not there yet: every adapter on the last state and on the one chosen by validation, features, snapshots."""
-    stored = job.folder.scores()
-    found = {name: rows[0] for name, rows in stored.items() if rows}
-    waiting = [spec for spec in job.setup.spec.adapters if not _scored(spec, found.get(spec.title))]
-    for spec in job.setup.spec.adapters:  # what is only written beside the scores may have changed
-        if spec not in waiting and (rows := _completed(stored[spec.title], spec, job.experiment)) != stored[spec.title]:
-            job.folder.write_scores(spec.title, rows)
-    title = job.title
-    featured = lacking(job)
-    choosers = ["", *(spec.title for spec in job.setup.spec.validated(job.experiment.evaluate))]
-    unsaved = not all((job.folder.path / snapshot_file(name)).is_file() for name in choosers)
-    unwritten = [name for name in choosers if wanted(job) and not _complete(job, name)]
-    if not waiting and not featured and not unsaved and not unwritten:
+    lack = Lack.of(job)
+    for name, rows in lack.restated.items():
+        job.folder.write_scores(name, rows)
+    if not lack.models:
         return
+    title, waiting, choosers, unsaved, unwritten = job.title, lack.waiting, lack.choosers, lack.unsaved, lack.unwritten
     device = session.compute.device
     chosen = {name: job.folder.best(device, name) for name in choosers}
     best = chosen[""]  # of all adapters that did not choose for themselves
@@ -65,10 +58,51 @@ def score(job: Job, session: Session, say: Reporter) -> None:
             replace(row, selection=rule, round=number) for rule, number in rounds.items() for row in by_round[number]
         ]
         job.folder.write_scores(spec.title, _completed(scored, spec, job.experiment))
-    if featured:
+    if lack.featured:
         say.doing(f"{title}: features")
         own = [served.trees for served in models[best.round] if served.model == job.model]
         save_features(job, session, {name: tree for trees in own for name, tree in trees.items()}, best.round, say)
+
+
+def scored(job: Job) -> bool:
+    """Whether nothing is left to do for :func:`score`."""
+    lack = Lack.of(job)
+    return not lack.models and not lack.restated
+
+
+@dataclass(frozen=True)
+class Lack:
+    """What the scores of a trained run lack."""
+
+    waiting: Sequence[AdapterSpec]  # not scored yet
+    restated: Mapping[str, list[ScoreRow]]  # by adapter: what is only written beside the scores has changed
+    choosers: Sequence[str]  # adapters that choose their round for themselves; "" for all others
+    featured: bool
+    unsaved: bool  # a snapshot is missing
+    unwritten: Sequence[str]  # choosers whose artefacts are missing
+
+    @property
+    def models(self) -> bool:
+        """Whether the models are needed."""
+        return bool(self.waiting or self.featured or self.unsaved or self.unwritten)
+
+    @staticmethod
+    def of(job: Job) -> Lack:
+        """Look into the run's folder."""
+        stored = job.folder.scores()
+        found = {name: rows[0] for name, rows in stored.items() if rows}
+        waiting = [spec for spec in job.setup.spec.adapters if not _scored(spec, found.get(spec.title))]
+        there = [spec for spec in job.setup.spec.adapters if spec not in waiting]
+        stated = {spec.title: _completed(stored[spec.title], spec, job.experiment) for spec in there}
+        choosers = ["", *(spec.title for spec in job.setup.spec.validated(job.experiment.evaluate))]
+        return Lack(
+            waiting,
+            {name: rows for name, rows in stated.items() if rows != stored[name]},
+            choosers,
+            lacking(job),
+            unsaved=not all((job.folder.path / snapshot_file(name)).is_file() for name in choosers),
+            unwritten=[name for name in choosers if wanted(job) and not _complete(job, name)],
+        )
 
 
 def _served_from(job: Job, chooser: str, chosen: Mapping[str, State]) -> list[AdapterSpec]:
@@ -174,11 +208,22 @@ def _mean_row(rows: Sequence[ScoreRow]) -> ScoreRow:
 
 def annotate(job: Job) -> None:
     """Notes lie beside the scores: they decide nothing, and may change after the run."""
-    path, text = job.folder.path / NOTES, "".join(f"{note}\n" for note in job.experiment.notes)
-    if not text:
-        path.unlink(missing_ok=True)
-    elif not path.is_file() or path.read_text() != text:
+    if annotated(job):
+        return
+    if text := _notes(job):
         job.folder.write(NOTES, text)
+    else:
+        (job.folder.path / NOTES).unlink(missing_ok=True)
+
+
+def annotated(job: Job) -> bool:
+    """Whether the notes are those of the experiment."""
+    path = job.folder.path / NOTES
+    return (path.read_text() if path.is_file() else "") == _notes(job)
+
+
+def _notes(job: Job) -> str:
+    return "".join(f"{note}\n" for note in job.experiment.notes)
 
 
 def _scored(spec: AdapterSpec, row: ScoreRow | None) -> bool:
@@ -222,7 +267,8 @@ def _row(served: Served, stream: str, scores: Mapping[tuple[str, str], Score]) -
         summarise(own),
         given_bytes=served.published,
         by_client={
-            name: ClientScore(score.samples, score.correct, finite(round(score.loss, 4))) for name, score in own.items()
+            name: ClientScore(score.samples, score.correct, finite(round(score.loss, 4)), score.broken)
+            for name, score in own.items()
         },
         telemetry=_telemetry([score for score in own.values() if score.samples]),
     )

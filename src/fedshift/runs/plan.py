@@ -18,6 +18,7 @@ from fedshift.runs.progress import Reporter
 from fedshift.runs.session import Session
 from fedshift.runs.setup import Network, Setup, make_setup, make_task, with_baselines
 from fedshift.store.folder import RunFolder
+from fedshift.store.lock import check_free
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,14 @@ def _check_means(variant: Experiment, task: Task) -> None:
 
 
 def check_unfinished(jobs: Sequence[Job], resume: bool, restart: bool) -> None:
-    """Refuse to throw work away silently."""
+    """Refuse to throw work away silently, or to disturb a process that is at it."""
     paths = [job.folder.path for job in jobs]
     twice = next((path for path in paths if paths.count(path) > 1), None)
     if twice is not None:
         raise UserError(f"two parts of this experiment are the same run ({twice}); remove one of them")
+    for job in jobs:
+        if not job.folder.done:
+            check_free(job.folder.path)
     if resume or restart:
         return
     for job in jobs:

@@ -19,6 +19,7 @@ from fedshift.runs.progress import Reporter, Silent
 from fedshift.runs.setup import Network
 from fedshift.runs.train import groups
 from fedshift.runs.workers import side_by_side
+from fedshift.store.lock import Occupied
 
 
 def run(
@@ -99,8 +100,15 @@ def carry_out(
                 untrained = [group for group in together if not all(job.folder.done for job in group)]
                 side_by_side(untrained, processes, chosen, compute, resume, say)
                 together = [group for group in together if group not in untrained]
+            occupied = list[str]()
             for group in together:
-                finish(group, worker, compute, resume, say)
+                try:
+                    check_unfinished(group, resume, restart)  # another process may have been at it since the first look
+                    finish(group, worker, compute, resume, say)
+                except Occupied as error:  # the others are finished before it is said
+                    occupied.append(str(error))
+            if occupied:
+                raise UserError("; ".join(occupied))
         finally:
             worker.close()
             say.close()

@@ -20,7 +20,7 @@ from fedshift.runs.progress import Reporter
 from fedshift.runs.session import RoundReport, Session, step_together
 from fedshift.store.folder import Progress
 from fedshift.store.lines import Adapted, Evaluation, RoundLine
-from fedshift.store.rows import VALIDATION, Metric, finite, summarise
+from fedshift.store.rows import VALIDATION, Metric, Summary, finite, summarise
 from fedshift.store.state import State
 from fedshift.store.toml import toml_text
 
@@ -190,7 +190,7 @@ def _validate(job: Job, session: Session, state: State, progress: Progress) -> P
     summaries = {part: summarise({name: score for (name, p), score in scores.items() if p == part}) for part in parts}
     found = {Metric(job.model, part): summary for part, summary in summaries.items()}
     job.folder.log(Evaluation(state.round, found, round(time.perf_counter() - started, 4)))
-    accuracy = summaries[VALIDATION].pooled
+    accuracy = _reached(summaries[VALIDATION])
     progress = replace(progress, lines=progress.lines + 1)
     if state.round < job.chosen_from:
         return progress
@@ -210,7 +210,13 @@ def _validate_adapted(
         reached = summarise({name: score for (name, _), score in scores.items()})
         job.folder.log(Adapted(state.round, spec.title, reached, round(time.perf_counter() - started, 4)))
         progress = replace(progress, lines=progress.lines + 1)
-        if reached.pooled is not None and reached.pooled > progress.adapted.get(spec.title, float("-inf")):
+        accuracy = _reached(reached)
+        if accuracy is not None and accuracy > progress.adapted.get(spec.title, float("-inf")):
             job.folder.save_best(state, spec.title)
-            progress = replace(progress, adapted={**progress.adapted, spec.title: reached.pooled})
+            progress = replace(progress, adapted={**progress.adapted, spec.title: accuracy})
     return progress
+
+
+def _reached(validation: Summary) -> float | None:
+    """The accuracy a round is chosen by; a state whose predictions are not numbers is never the best one."""
+    return None if validation.broken else validation.pooled

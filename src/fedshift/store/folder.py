@@ -25,6 +25,7 @@ import torch
 
 from fedshift.errors import UserError
 from fedshift.store.lines import History, Line
+from fedshift.store.lock import check_free
 from fedshift.store.rows import ScoreRow
 from fedshift.store.state import State
 from fedshift.store.trees import load, save
@@ -223,6 +224,8 @@ def find_runs(path: Path) -> list[Path]:
         raise UserError(f"{run} is not a run folder: it has no config.toml")
     if not found:
         unfinished = next(path.rglob("metrics.jsonl"), None)
+        if unfinished is not None:
+            check_free(unfinished.parent)
         hint = "; there is an unfinished one, go on with fedshift run ... --resume" if unfinished else ""
         raise UserError(f"{path} holds no finished run{hint}")
     return sorted(found, key=lambda run: (run / "config.toml").stat().st_mtime)

@@ -77,7 +77,7 @@ class Summary:
     """Accuracies in percent, loss in nats; None where there is no number.
 
     >>> Summary.of({"avg": 70.0, "all": 60.0, "worst": 50.0, "clients": 2})  # as version 0.1 wrote it
-    Summary(client_mean=70.0, pooled=60.0, std=None, worst10=50.0, loss=None, clients=2)
+    Summary(client_mean=70.0, pooled=60.0, std=None, worst10=50.0, loss=None, clients=2, broken=0)
     """
 
     client_mean: float | None = None  # mean over clients
@@ -86,22 +86,26 @@ class Summary:
     worst10: float | None = None  # mean of the worst 10 % of clients, at least one
     loss: float | None = None  # pooled
     clients: int = 0
+    broken: int = 0  # predictions that are not numbers; they count as wrong
 
     def to_json(self) -> dict[str, float | None]:
-        """Plain numbers, by the names that files have."""
-        return {key: getattr(self, part) for part, key in SUMMARY_KEYS.items()}
+        """Plain numbers, by the names that files have; ``broken`` only where there are any."""
+        numbers = {key: getattr(self, part) for part, key in SUMMARY_KEYS.items()}
+        return {**numbers, **({BROKEN: self.broken} if self.broken else {})}
 
     @staticmethod
     def of(stored: Mapping[str, Any]) -> Summary:
         """From a file, also one of version 0.1; other keys are ignored."""
         keys = {part: key if key in stored else OLD_KEYS.get(key, key) for part, key in SUMMARY_KEYS.items()}
-        return Summary(**{part: stored[key] for part, key in keys.items() if key in stored})
+        numbers = {part: stored[key] for part, key in keys.items() if key in stored}
+        return Summary(**numbers, broken=stored.get(BROKEN, 0))
 
 
 SUMMARY_KEYS = {
     "client_mean": "client-mean", "pooled": "pooled", "std": "std", "worst10": "worst-10", "loss": "loss",
     "clients": "clients",
 }  # fmt: skip
+BROKEN = "broken"
 OLD_KEYS = {"client-mean": "avg", "pooled": "all", "worst-10": "worst", "given-bytes": "published-bytes"}  # of 0.1
 
 
@@ -111,6 +115,11 @@ class ClientScore(NamedTuple):
     samples: int
     correct: int
     loss: float | None  # summed negative log-likelihood; None if it is not finite
+    broken: int = 0  # predictions that are not numbers
+
+    def to_json(self) -> list[float | None]:
+        """As files hold it: the last one only where there are any."""
+        return list(self if self.broken else self[:3])
 
     @property
     def accuracy(self) -> float:
@@ -180,7 +189,7 @@ class ScoreRow:
             "metric": str(self.metric),
             **self.summary.to_json(),
             "given-bytes": self.given_bytes,
-            "by-client": {name: list(score) for name, score in self.by_client.items()} or None,
+            "by-client": {name: score.to_json() for name, score in self.by_client.items()} or None,
             "telemetry": told or None,
             "setting": dict(self.setting) or None,
             "seed": self.seed,
@@ -223,8 +232,8 @@ class ScoreRow:
 
 
 KNOWN = {
-    *SUMMARY_KEYS.values(), *OLD_KEYS.values(), "metric", "selection", "round", "label", "adapter", "options", "code",
-    "given-bytes", "by-client", "telemetry", "setting", "seed", "task-hash", "fedshift", "paper", "paper-validation",
+    *SUMMARY_KEYS.values(), *OLD_KEYS.values(), BROKEN, "metric", "selection", "round", "label", "adapter", "options",
+    "code", "given-bytes", "by-client", "telemetry", "setting", "seed", "task-hash", "fedshift", "paper", "paper-validation",
     "family", "of",
 }  # fmt: skip
 
@@ -243,6 +252,10 @@ class Counted(Protocol):
     @property
     def loss(self) -> float | None:
         """Summed."""
+
+    @property
+    def broken(self) -> int:
+        """How many are no numbers."""
 
 
 def summarise(scores: Mapping[str, Counted]) -> Summary:
@@ -266,6 +279,7 @@ def summarise(scores: Mapping[str, Counted]) -> Summary:
         worst10=math.fsum(worst) / len(worst),
         loss=None if losses is None else finite(math.fsum(losses) / samples),
         clients=len(present),
+        broken=sum(score.broken for score in present),
     )
 
 
@@ -287,6 +301,7 @@ def mean_over(streams: Sequence[Summary]) -> Summary:
         worst10=_mean(known([stream.worst10 for stream in streams])),
         loss=_mean(known([stream.loss for stream in streams])),
         clients=min(stream.clients for stream in streams),
+        broken=sum(stream.broken for stream in streams),
     )
 
 

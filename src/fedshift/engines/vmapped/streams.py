@@ -20,7 +20,7 @@ from fedshift.core.batching import at_once
 from fedshift.core.tree import Tree, map_tree, shapes, stack
 from fedshift.data.streams import Setting
 from fedshift.data.task import Samples, Task
-from fedshift.engines.base import Compute, Density, Score
+from fedshift.engines.base import Compute, Density, Score, sound
 from fedshift.engines.reference import chunks, draws_of, pixels
 from fedshift.engines.vmapped.grouping import joint_steps
 
@@ -87,7 +87,7 @@ def _together(
 ) -> dict[tuple[str, str], Score]:
     step = vmap(adapter.predict, randomness="different")
     images, labels, ids = (getattr(lanes[0].samples, name) for name in ("images", "labels", "ids"))
-    correct = torch.zeros(len(lanes), dtype=torch.int64, device=compute.device)
+    correct, broken = (torch.zeros(len(lanes), dtype=torch.int64, device=compute.device) for _ in range(2))
     loss = torch.zeros(len(lanes), dtype=torch.float64, device=compute.device)
     told: dict[str, list[list[Tensor]]] = {name: [[] for _ in lanes] for name in adapter.telemetry}
     taken = [0] * len(lanes)
@@ -101,9 +101,12 @@ def _together(
         draws = {name: leaf.unflatten(0, index.shape) for name, leaf in flat.items()}
         output, moved = step(own, x, draws)
         answers = labels[index].to(compute.device)
-        correct.index_add_(0, rows, (output.logits.argmax(-1) == answers).sum(1))
+        fine = sound(output.logits)
+        broken.index_add_(0, rows, (~fine).sum(1))
+        correct.index_add_(0, rows, ((output.logits.argmax(-1) == answers) & fine).sum(1))
         nll = F.cross_entropy(output.logits.flatten(0, 1), answers.flatten(), reduction="none")
-        loss.index_add_(0, rows, nll.double().unflatten(0, index.shape).sum(1))
+        nll = nll.double().unflatten(0, index.shape).where(fine, torch.inf)
+        loss.index_add_(0, rows, nll.sum(1))
         for name, lists in told.items():
             for k, values in zip(members, output.aux[name], strict=True):
                 lists[k].append(values)
@@ -116,6 +119,7 @@ def _together(
             int(correct[k]),
             float(loss[k]),
             {name: Density.of(torch.cat(lists[k])) for name, lists in told.items()},
+            int(broken[k]),
         )
         for k, lane in enumerate(lanes)
     }

@@ -18,7 +18,7 @@ from fedshift.results.plots.clouds import draw_clouds
 from fedshift.results.plots.style import INK, MARKERS, PALETTE, SOFT, STROKES, save
 from fedshift.results.plots.tsne import places, with_features
 from fedshift.results.result import Result, Row
-from fedshift.results.tables import short_name
+from fedshift.results.tables import BROKEN, short_name
 from fedshift.store.features import Features
 from fedshift.store.folder import FEATURES
 from fedshift.store.rows import Metric, ScoreRow
@@ -33,7 +33,8 @@ AXES = {  # what some adapters tell, in words
 def result_picture(result: Result, path: Path, rule: str = "best-val") -> None:
     """The client mean of every method and adapter, one panel for each stream, with the worst 10 % of clients marked.
 
-    A published number is a ring; what was chosen by test labels is hollow.
+    A published number is a ring; what was chosen by test labels is hollow, and so is what has predictions that are not
+    numbers, which says so.
     """
     metrics = result.metrics()
     labels = [_name(row) for row in result.rows]
@@ -48,10 +49,12 @@ def result_picture(result: Result, path: Path, rule: str = "best-val") -> None:
             if mean is None or worst is None:
                 continue
             colour = PALETTE[adapters.index(row.adapter) % len(PALETTE)]
-            fill, ink = ("white", colour) if row.bound else (colour, "white")
+            broken = row.broken(metric, rule) > 0
+            fill, ink = ("white", colour) if row.bound or broken else (colour, "white")
             panel.barh(place, mean[0], xerr=mean[1] or None, color=fill, edgecolor=colour, height=0.72, ecolor=INK)
             panel.plot([worst[0]], [place], marker="|", color=ink, markersize=9, markeredgewidth=2)
-            panel.text(1.5, place, f"{mean[0]:.1f}", va="center", ha="left", color=ink, fontsize=8)
+            text = f"{mean[0]:.1f} {BROKEN} not all are numbers" if broken else f"{mean[0]:.1f}"
+            panel.text(1.5, place, text, va="center", ha="left", color=ink, fontsize=8)
             paper = published[index][column]
             if paper is not None:
                 panel.plot([paper], [place], marker="o", color=INK, markerfacecolor="none", markersize=6)
@@ -133,17 +136,28 @@ def map_picture(result: Result, path: Path, rule: str = "best-val") -> None:
     figure, panels = _panels(len(metrics), width=0.5 + 0.55 * len(xs), height=0.8 + 0.42 * len(ys), sharey=False)
     for panel, metric in zip(panels, metrics, strict=True):
         values = np.full((len(ys), len(xs)), np.nan)
-        for row in rows:
+        for row in (
+            row for row in rows if not row.broken(metric, rule)
+        ):  # one whose predictions are not numbers: a gap
             number = row.number(metric, rule)
             if number is not None:
                 values[ys.index(_options(row)[down]), xs.index(_options(row)[across])] = number[0]
         panel.imshow(values, cmap="Blues", aspect="auto")
-        middle = (np.nanmin(values) + np.nanmax(values)) / 2
+        numbers = values[np.isfinite(values)]
+        low, high = (numbers.min(), numbers.max()) if numbers.size else (0, 0)
+        middle = (low + high) / 2
         for (y, x), value in np.ndenumerate(values):
-            best = value == np.nanmax(values)
+            best = value == high
             ink = "white" if value > middle else INK
             panel.text(
-                x, y, f"{value:.1f}", ha="center", va="center", fontsize=8, color=ink, weight="bold" if best else None
+                x,
+                y,
+                f"{value:.1f}" if np.isfinite(value) else BROKEN,
+                ha="center",
+                va="center",
+                fontsize=8,
+                color=ink,
+                weight="bold" if best else None,
             )
         panel.set_title(short_name(metric), color=INK, fontsize=10)
         panel.set_xticks(range(len(xs)), map(str, xs), fontsize=8)
