@@ -24,12 +24,6 @@ from tests.test_engines_agree import CASES
 OFF_BY = 0.06
 # whose steps make more of rounding
 MORE_OFF_BY = {"fedheal": 0.25, "fedsr": 0.2, "fedtta": 0.35, "heterofedtta": 0.35, "partialfed": 0.2}
-    "fedheal": 0.25,
-    "fedsr": 0.2,
-    "fedtta": 0.35,
-    "heterofedtta": 0.35,
-    "partialfed": 0.2,
-}  # whose steps make more of rounding
 LOSS_OFF_BY = 2e-3  # of the loss
 
 

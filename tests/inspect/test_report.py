@@ -264,7 +264,9 @@ def test_adaptation_is_followed_step_by_step(adapted: bool, tmp_path: Path) -> N
     (numbers,) = inspect(out, tmp_path / "page", samples=5, steps=3)["runs"]
     curve, scores = numbers["curve"], RunFolder(out).scores()
     title = next(name for name in scores if name != "none")
-    (row,) = (r for r in scores[title] if r.selection == "best-val" and r.metric.column == Metric("", "original", "unseen"))
+    (row,) = (
+        r for r in scores[title] if r.selection == "best-val" and r.metric.column == Metric("", "original", "unseen")
+    )
     assert (curve["adapter"], curve["round"], curve["clients"]) == (title, row.round, 2)
     assert [sorted(point) for point in curve["points"]] == [["accuracy", "entropy", "loss"]] * 4
     assert 100 * curve["points"][1]["accuracy"] == pytest.approx(row.summary.client_mean)

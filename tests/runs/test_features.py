@@ -307,7 +307,9 @@ def test_the_numbers_of_a_radar_are_the_scores(tmp_path: Path) -> None:
             assert len(seeds) == 2
             assert set(row["accuracy"]) == set(SIZES)
             for name, number in row["accuracy"].items():
-                assert number == pytest.approx(statistics.mean(100 * own[name].correct / own[name].samples for own in seeds))
+                assert number == pytest.approx(
+                    statistics.mean(100 * own[name].correct / own[name].samples for own in seeds)
+                )
             average = found.number(f"{kind}/{metric}")
             assert average is not None
             assert statistics.mean(row["accuracy"].values()) == pytest.approx(average[0])

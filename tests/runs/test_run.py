@@ -202,9 +202,8 @@ def test_client_mean_pooled_std_and_worst_tenth_from_the_counts(tmp_path: Path) 
             assert abs(summary.client_mean - summary.pooled) > 1e-3  # clients differ in size: two different numbers
     first = result.rows[0]
     assert result.accuracy("fedavg") == first.scores("global/original/clients")[0].summary.client_mean
-    assert (
-        result.accuracy("fedavg", "tent params=all", "corrupted", "last")
-        == (result.rows[1].scores("global/corrupted/clients", "last")[0].summary.client_mean)
+    assert result.accuracy("fedavg", "tent params=all", "corrupted", "last") == (
+        result.rows[1].scores("global/corrupted/clients", "last")[0].summary.client_mean
     )
     with pytest.raises(UserError, match="no result of method 'fedavg' with adapter 't3a' on stream 'original'"):
         result.accuracy("fedavg", "t3a")
