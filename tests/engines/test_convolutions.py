@@ -256,21 +256,31 @@ def test_why_there_are_no_kernels_is_said_once(trial: Callable[[str], list[tuple
     ]
 
 
-def test_normalisation_that_cudnn_refuses_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight, bias = torch.randn(6, 3), torch.rand(3), torch.rand(3)
-    mean, var = torch.zeros(3), torch.ones(3)
-    expected_mean, expected_var = mean.clone(), var.clone()
-    expected = F.batch_norm(x, expected_mean, expected_var, weight, bias, training=True)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", [(6, 3), (4, 3, 5, 5), (7, 1)])
+def test_normalisation_that_cudnn_refuses_is_the_formula(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], training: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, dtype=torch.double, generator=generator, requires_grad=True)
+    weight, bias, mean, var = (torch.rand(shape[1], dtype=torch.double, generator=generator) + 0.5 for _ in range(4))
+    real, statistics = F.batch_norm, [(mean.clone(), var.clone()) for _ in range(2)]
 
     def refusing(*_: Any, **__: Any) -> Tensor:
-        raise RuntimeError("Expected input->is_contiguous(...)")
+        raise RuntimeError("Expected input->is_contiguous(input->suggest_memory_format()) to be true, but got false.")
 
+    expected = real(x, *statistics[0], weight, bias, training)
     monkeypatch.setattr(F, "batch_norm", refusing)
-    found = convolutions._normalised(x, mean, var, weight, bias, training=True)
+    found = convolutions._normalised(x, *statistics[1], weight, bias, training)
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close((mean, var), (expected_mean, expected_var))
-    with pytest.raises(RuntimeError):  # what is really wrong is said
-        convolutions._normalised(x, mean[:2], var, weight, bias, training=True)
+    torch.testing.assert_close(statistics[1], statistics[0])
+    gradients = [torch.autograd.grad(output.sin().sum(), x)[0] for output in (found, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_normalisation_that_is_really_wrong_is_said() -> None:
+    with pytest.raises(RuntimeError, match="running_mean"):
+        convolutions._normalised(torch.randn(6, 3), torch.zeros(2), torch.ones(3), training=True)
 
 
 def test_ways_are_noted() -> None:

@@ -114,13 +114,26 @@ def _normalised(
 ) -> Tensor:
     """``F.batch_norm`` of maps in any order of memory.
 
-    cuDNN's refuses some that ``vmap`` makes: clients side by side as channels are not contiguous where each has one channel.
-    It says so before it does anything; torch's own kernel takes them.
+    cuDNN's refuses some that ``vmap`` makes: clients side by side as channels are not contiguous where each has one channel,
+    and no copy of one's own changes that. It says so before it does anything; then the formula takes its place.
     """
     try:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    except RuntimeError:
-        return torch.batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, False)
+    except RuntimeError as error:
+        if "contiguous" not in str(error):
+            raise
+    over, shape = [0, *range(2, input.dim())], (1, -1, *[1] * (input.dim() - 2))
+    mean, var = running_mean, running_var
+    if training or mean is None or var is None:
+        mean, var = input.mean(over), input.var(over, correction=0)
+        if running_mean is not None and running_var is not None:
+            count = input.numel() / input.shape[1]
+            unbiased = var.detach() * (count / (count - 1))
+            running_mean.copy_((1 - momentum) * running_mean + momentum * mean.detach())
+            running_var.copy_((1 - momentum) * running_var + momentum * unbiased)
+    normalised = (input - mean.view(shape)) * (var.view(shape) + eps).rsqrt()
+    normalised = normalised if weight is None else normalised * weight.view(shape)
+    return normalised if bias is None else normalised + bias.view(shape)
 
 
 def fastest(stack: int, images: Shape, kernels: Shape, stride: Pair, padding: Pair, ours: bool) -> str:
