@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# what is installed; constraints-lowest.txt has the lowest torch we claim
+CONSTRAINTS ?= constraints.txt
 # for machines that can fetch nothing: a folder of unpacked wheels beside what their Python has
 WHEELS ?= .wheels
 
@@ -46,11 +48,11 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# torch comes first and alone: its pin in constraints.txt is what keeps other packages from fetching another build
-$(INSTALLED): pyproject.toml constraints.txt
+# torch comes first and alone: its pin there is what keeps other packages from fetching another build
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e ".[dev]"
 	touch $@
 
 clean:
