@@ -170,7 +170,7 @@ class Method(Checked):
         return {"model": next(iter(models.values()))}
 
     def broadcast(self, server: Tree, client: str, ctx: Context) -> Tree:
-        """What goes down to this client; one nobody has seen also gets what the others gave away."""
+        """What goes down to this client; an unseen one also gets what the others gave away."""
         gifts = server.get("gifts", {}) if ctx.stage == "unseen" else {}
         return {"model": {**drop(server["model"], self.private(ctx)), **gifts}}
 

@@ -22,11 +22,10 @@ from fedshift.core.tree import Tensors, Tree, pick
 class APFL(Method):
     """FedAvg, and beside it ``v_k`` that is trained as a part of the mixture ``u = alpha v_k + (1 - alpha) w``.
 
-    On every batch, all from the values before it: ``w <- w - lr grad f(w)``, which alone travels;
-    ``v <- v - lr alpha grad f(u)``; and on a round's first batch ``alpha <- clip(alpha - lr <v - w, grad f(u)>, 0, 1)``
-    (``adapt = false`` keeps alpha). A client serves with the mixture of its ``v`` and the received ``w``; newcomers get the
-    global model. With ``adapt = false``, ``alpha = 0`` is FedAvg and ``alpha = 1``
-    Local.
+    On every batch, all from the values before it: ``w <- w - lr grad f(w)``, which alone travels; ``v <- v - lr alpha
+    grad f(u)``; and on a round's first batch ``alpha <- clip(alpha - lr <v - w, grad f(u)>, 0, 1)`` (``adapt = false``
+    keeps alpha). A client serves with the mixture of its ``v`` and the received ``w``; unseen clients get the global
+    model. With ``adapt = false``, ``alpha = 0`` is FedAvg and ``alpha = 1`` Local.
 
     Momentum, weight decay, Adam and clipping apply to ``w`` and to ``v`` each for itself, never to alpha. BatchNorm: the
     running statistics of the mixture are kept with ``v`` and those of ``w`` travel, so with ``alpha = 0`` a client has
@@ -41,7 +40,7 @@ class APFL(Method):
     provides: ClassVar[frozenset[str]] = frozenset({"model", "global"})
 
     def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
-        """The personal model starts where everybody starts; a stranger has none."""
+        """The personal model starts where everybody starts; an unseen client has none."""
         if info.unseen:
             return {}
         return {"personal": model, "mix": {"alpha": model[self.arch.parameters[0]].new_tensor(self.alpha)}}

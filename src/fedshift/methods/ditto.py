@@ -20,7 +20,7 @@ class Ditto(Method):
     """FedAvg, and beside it ``v_k <- v_k - lr (grad f(v_k) + lam (v_k - w_t))`` that never leaves the client.
 
     ``w_t`` is the received model. ``lam = 0`` is Local; a large one keeps the personal model at the received one.
-    The received model is deployed too, in slot ``global``, and is all that a newcomer has.
+    The received model is deployed too, in slot ``global``, and is all that an unseen client has.
     """
 
     lam: NonNegative = 1.0
@@ -30,7 +30,7 @@ class Ditto(Method):
     provides: ClassVar[frozenset[str]] = frozenset({"model", "global"})
 
     def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
-        """The personal model starts where everybody starts; a stranger has none."""
+        """The personal model starts where everybody starts; an unseen client has none."""
         return {"personal": model} if not info.unseen else {}
 
     def phases(self, ctx: Context) -> tuple[Phase, ...]:

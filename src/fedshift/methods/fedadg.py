@@ -70,7 +70,7 @@ class FedADG(Method):
         return DISCRIMINATOR
 
     def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
-        """A discriminator that knows nothing; a stranger needs none."""
+        """A discriminator that knows nothing; an unseen client needs none."""
         if info.unseen:
             return {}
         sizes = (self.arch.feature_size + self.arch.classes, self.hidden, 1)

@@ -24,7 +24,7 @@ class FedMD(LogitExchange):
     2. *revisit*: ``[train]``'s local steps of cross-entropy on its own labelled data;
     3. *communicate*: ``f(D_p; w_k)``, as a table of N_p x C numbers, goes up.
 
-    The server takes ``F = mean_k f(D_p; w_k)`` over the round's clients, each with the same weight. A client nobody has seen
+    The server takes ``F = mean_k f(D_p; w_k)`` over the round's clients, each with the same weight. An unseen client
     starts from a random network, digests for ``unseen-epochs`` and predicts.
 
     This is the skeleton of UPFL (Ye et al., 2023), which differs from FedMD's paper: D_p has no labels, so that nobody is

@@ -25,11 +25,10 @@ from fedshift.core.tree import Tensors, Tree, pick, zeros_like
 class FedRoD(Method):
     """FedAvg with balanced softmax, and beside it a private head that adds to the generic logits.
 
-    With features ``h`` and generic logits ``g`` every step descends
-    ``BalancedSoftmax(g, y; n_k) + CE(sg[g] + V_k sg[h], y)``: the first term trains extractor and generic head, which
-    travel, the second only the client's ``V_k``, which does not (``sg`` stops gradients, ``n_k`` are the client's class
-    counts). Prediction is ``g + V_k h``. ``V_k`` is zero at birth, so a client starts, and a newcomer stays, at the generic
-    prediction.
+    With features ``h`` and generic logits ``g`` every step descends ``BalancedSoftmax(g, y; n_k) + CE(sg[g] + V_k
+    sg[h], y)``: the first term trains extractor and generic head, which travel, the second only the client's ``V_k``,
+    which does not (``sg`` stops gradients, ``n_k`` are the client's class counts). Prediction is ``g + V_k h``. ``V_k``
+    is zero at birth, so a client starts, and an unseen client stays, at the generic prediction.
 
     This is the paper's linear variant, not the hyper-network. ``V_k`` was fitted while the extractor moved and is served on
     the aggregate as it is; there is no last step on the final extractor. Deployed, as FedTHE does: ``model`` predicts with
@@ -46,7 +45,7 @@ class FedRoD(Method):
         return frozenset(map(_own, self.arch.head))
 
     def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
-        """Nothing to add yet; a stranger keeps it that way."""
+        """Nothing to add yet; an unseen client keeps it that way."""
         return {"model": {_own(name): leaf for name, leaf in zeros_like(pick(model, self.arch.head)).items()}}
 
     def phases(self, ctx: Context) -> tuple[Phase, ...]:

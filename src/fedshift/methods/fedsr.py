@@ -55,7 +55,7 @@ class FedSR(StochasticMethod):
         return frozenset(NAMES)
 
     def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
-        """References that have seen nothing; a stranger needs none."""
+        """References that have seen nothing; an unseen client needs none."""
         if info.unseen:
             return {}
         like, shape = model[self.arch.parameters[0]], (self.arch.classes, self.arch.feature_size)

@@ -21,7 +21,7 @@ class FineTune(Method):
     """FedAvg with a local copy fine-tuned after the last aggregation.
 
     The fine-tuned copy is never aggregated; the received model is deployed beside it, in slot ``global``, and is all that
-    a newcomer has. ``epochs`` defaults to ``[train] local-epochs`` (FedICON's protocol); FedTHE uses one. ``balanced``
+    an unseen client has. ``epochs`` defaults to ``[train] local-epochs`` (FedICON's protocol); FedTHE uses one. ``balanced``
     trains the federated rounds, and ``balanced-tuning`` the fine-tuning, with balanced softmax on the client's class counts
     instead of cross-entropy.
     """

@@ -30,7 +30,7 @@ class RotationFineTune(FineTune):
 
     The head is born with the personal phase, all zero, and trained there together with everything else on the sum of both
     losses, each image turned at random in every step; it never travels. FedTHE's row TTT is this with the adapter ``ttt``.
-    Newcomers have an untrained head.
+    Unseen clients have an untrained head.
     """
 
     provides: ClassVar[frozenset[str]] = FineTune.provides | {"rotation"}

@@ -27,9 +27,9 @@ class HeteroTent(AdaptedExchange, FedMD):
     """FedMD whose clients send the logits of ``w_k - adapt-lr grad H(f(D_p; w_k))``: one Tent step on all weights.
 
     H is the mean entropy of the predictions on all of D_p, in bits as in the authors' code. The step is made for the
-    message only: the client goes on with w_k. Digest, revisit, the server and newcomers are FedMD's; a newcomer takes its
-    own step, on its own images, with the adapter ``tent`` (``params = "all"``, ``batch-size = 0``, ``predict-when =
-    "after"``). Normalisation layers use their running statistics in the step.
+    message only: the client goes on with w_k. Digest, revisit, the server and unseen clients are FedMD's; an unseen
+    client takes its own step, on its own images, with the adapter ``tent`` (``params = "all"``, ``batch-size = 0``,
+    ``predict-when = "after"``). Normalisation layers use their running statistics in the step.
 
     The paper says no more than "directly integrating TENT into the FedMD framework". [R] The step's rate is ``[train] lr``
     unless ``adapt-lr`` says otherwise, with ``[train]``'s weight decay, clip and learning-rate decay.

@@ -30,7 +30,7 @@ class KNNPer(Method):
     A test sample's ``neighbours`` nearest memories (squared distance D in the final global extractor's d features) vote with
     weight ``exp(-D / (d bandwidth))``, and the prediction is ``(1 - lam) softmax(model) + lam vote``. Each client chooses
     lam from 0, 0.01, ..., 1 by its validation accuracy; the smallest of equals. FedTHE's code chose it on test data.
-    Newcomers have no memory and lam = 0.
+    Unseen clients have no memory and lam = 0.
     """
 
     neighbours: Count = 10

@@ -40,7 +40,7 @@ class MOON(Method):
     linear: ClassVar[bool] = True
 
     def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
-        """No last round yet: the encoder only holds the place. A stranger trains nothing."""
+        """No last round yet: the encoder only holds the place. An unseen client trains nothing."""
         if info.unseen:
             return {}
         return {"previous": pick(model, self.arch.encoder), "past": {"trained": torch.tensor(False)}}

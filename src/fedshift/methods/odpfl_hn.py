@@ -32,17 +32,17 @@ class ODPFL(Method):
     ``psi_k = base + W h(e_k)``, where h is a perceptron (32 -> 100, three times [ReLU, 100 -> 100]) and base and W are the
     bias and the weight of one linear output for each tensor of the network. From psi_k the client takes its local steps to
     ``psi~_k``. With ``Delta_k = psi_k - psi~_k`` the hyper-network and the encoder take a step of SGD along the mean over
-    clients of the gradient of ``<Delta_k, psi_k>`` (Delta held fixed), at their own rates times ``[train] lr-decay``. A
-    newcomer sends its unlabelled images through the encoder and is served by its psi, without adaptation.
+    clients of the gradient of ``<Delta_k, psi_k>`` (Delta held fixed), at their own rates times ``[train] lr-decay``. An
+    unseen client sends its unlabelled images through the encoder and is served by its psi, without adaptation.
 
     What travels: encoder and hyper-network go down, so a round is one round trip; up go psi~_k, e_k and the gradient of the
     encoder, for which the client's images are needed. The hyper-network's gradient follows from psi~_k and e_k, and the
     server takes it for all clients at once: the same update as if it had been sent, for a hundredth of the bytes.
 
-    Our choices, where the papers are silent: W starts at zero, so everybody starts from the run's initialisation and not
-    from a network of the wrong scale; h and the encoder (two convolutions, whatever the network is) start so that clients
-    differ behind them, see ``drawn``; BatchNorm statistics are averaged as in FedAvg. Deployed
-    clients are described by their training images, newcomers by their test images. No spectral norm. The rates are FedTTA's
+    Our choices, where the papers are silent: W starts at zero, so everybody starts from the run's initialisation and
+    not from a network of the wrong scale; h and the encoder (two convolutions, whatever the network is) start so that
+    clients differ behind them, see ``drawn``; BatchNorm statistics are averaged as in FedAvg. Deployed clients are
+    described by their training images, unseen clients by their test images. No spectral norm. The rates are FedTTA's
     for CIFAR-10 (MNIST: 0.5 and 0.5).
     """
 
@@ -77,7 +77,7 @@ class ODPFL(Method):
         if phase.name == "look-back":
             return {**state, "slope": self._looked_back(state, x)}
         counts = torch.ones_like(state["seen"]["count"])
-        if not phase.labelled:  # test images are a newcomer's only ones, and nobody else's business
+        if not phase.labelled:  # test images are an unseen client's only ones, and nobody else's business
             counts = (state["now"]["samples"] == 0).to(counts.dtype)
         total = state["seen"]["sum"] + counts * embedded(state["encoder"], x).sum(0)
         seen = {"sum": total, "count": state["seen"]["count"] + counts * len(x)}

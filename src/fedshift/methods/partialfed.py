@@ -34,7 +34,7 @@ HOT, COLD = 5.0, 0.5  # temperatures of the first and of the last round
 class PartialFed(Method):
     """FedAvg in which a client loads only some layers of what it receives; the others stay as its last round left them.
 
-    All layers go up and are averaged, and a newcomer serves with that average. A layer is what shares a module, for
+    All layers go up and are averaged, and an unseen client serves with that average. A layer is what shares a module, for
     instance weight, bias and statistics of a BatchNorm. ``mode`` says who chooses:
 
     - ``fix``: normalisation layers and the head are the client's own.
@@ -94,7 +94,7 @@ class PartialFed(Method):
         return {"gumbel": RandomSpec("uniform", (len(set(self.layers.values())), 2))} if phase.slot == "policy" else {}
 
     def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
-        """What may be kept, as everybody starts, and no preference; a stranger has nothing."""
+        """What may be kept, as everybody starts, and no preference; an unseen client has nothing."""
         if info.unseen:
             return {}
         past = {"known": torch.zeros((), dtype=torch.bool)}

@@ -1,4 +1,4 @@
-"""PFL-Ensemble: FedPer, and a newcomer is served with the mean of all training clients' logits."""
+"""PFL-Ensemble: FedPer, and an unseen client is served with the mean of all training clients' logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedshift.methods.pfl_sampled import PFLSampled
 @method("pfl-ensemble", paper="(baseline; PFL-Ensemble in FedTTA, 2023)", venue="", year=0)
 @dataclass(frozen=True)
 class PFLEnsemble(PFLSampled):
-    """PFL-Sampled with many models: ``fraction`` of those published, drawn by each newcomer, whose logits are averaged.
+    """PFL-Sampled with many models: ``fraction`` of those published, drawn by each unseen client, whose logits are averaged.
 
     FedTTA's code has an option for this that takes a random half; the paper says all, which is the default.
 

@@ -1,4 +1,4 @@
-"""PFL-Sampled: FedPer, and a newcomer is served with the model of one training client, whichever it draws."""
+"""PFL-Sampled: FedPer, and an unseen client is served with the model of one training client, whichever it draws."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fedshift.methods.fedper import FedPer
 @method("pfl-sampled", paper="(baseline; PFL-Sampled in FedTTA, 2023)", venue="", year=0)
 @dataclass(frozen=True)
 class PFLSampled(FedPer):
-    """FedPer's training; at the end every client that has taken part publishes its whole model for newcomers.
+    """FedPer's training; at the end every client that has taken part publishes its whole model for unseen clients.
 
-    The body is everybody's and at the server already, so what is published, and counted in bytes, is the private part. A
-    newcomer receives all of them and draws one from its own seed. Training clients are served as in FedPer.
+    The body is everybody's and at the server already, so what is published, and counted in bytes, is the private part. An
+    unseen client receives all of them and draws one from its own seed. Training clients are served as in FedPer.
 
     ``private-layers`` is how many of the last layers with weights are private: 1 is FedPer's head. FedTTA's code shares the
     first two layers, which leaves 2 private in its convolutional network and 1 in its MLP.
@@ -55,11 +55,11 @@ class PFLSampled(FedPer):
         return {**down, "members": server["members"]} if ctx.stage == "unseen" and "members" in server else down
 
     def chosen(self, count: int) -> int:
-        """How many of the published models a newcomer uses."""
+        """How many of the published models an unseen client uses."""
         return 1
 
     def drawn(self, down: Tree, local: Tree) -> list[Tensors]:
-        """The private parts that a newcomer's ticket names, in client order; none for a training client."""
+        """The private parts that an unseen client's ticket names, in client order; none for a training client."""
         if "members" not in down or "ticket" not in local:
             return []
         count = len(next(iter(down["members"].values())))

@@ -40,7 +40,7 @@ class Features:
     client: Tensor  # int64 [n]: into ``clients``
     positions: Tensor  # int64 [n]: in the client's stream
     clients: tuple[str, ...]
-    unseen: tuple[str, ...]  # those of them nobody has seen in training
+    unseen: tuple[str, ...]  # those of them that took part in no training
     classes: tuple[str, ...]
     round: int  # of the model, chosen by validation
     wanted: Wanted

@@ -23,7 +23,7 @@ def draw_clouds(
     unseen: Sequence[Collection[str]],
     size: float,
 ) -> None:
-    """Points that :func:`fedshift.runs.features.places` has placed, a panel for each run; ``unseen`` are its strangers."""
+    """Points that ``tsne.places`` has placed, a panel for each run; ``unseen`` are its unseen clients."""
     stand_for = [marked(place["clients"], own) for place, own in zip(placed, unseen, strict=True)]
     names = list(dict.fromkeys(name for own in stand_for for name in own))
     markers = {name: MARKERS[k % len(MARKERS)] for k, name in enumerate(names)}

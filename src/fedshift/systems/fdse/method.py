@@ -35,8 +35,9 @@ class FDSE(Method):
     var)^2)``, which draws the statistics M, V of every eraser's output to those of the model received, with
     ``w = softmax(beta l)``; 0 leaves it out.
 
-    Statistics of the outer normalisation are averaged, those of the inner one stay at home and are published once, at the
-    end. A newcomer starts from the means over clients of both and of the erasers, and the adapter ``fdse-align`` goes on.
+    Statistics of the outer normalisation are averaged, those of the inner one stay at home and are published once, at
+    the end. An unseen client starts from the means over clients of both and of the erasers, and the adapter
+    ``fdse-align`` goes on.
 
     Where the paper is silent or its code differs: no activation between the two normalisations (``activation``); one problem
     for each tensor (``granularity = "layer"`` joins weight and bias); M and V start with the round's first batch (``start =

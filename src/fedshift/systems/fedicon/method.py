@@ -163,7 +163,7 @@ class FedICON(DescribedMethod):
         """The encoder under the personal head, the federated head, both descriptors."""
         whole = drop({**self._at_home(local), **down["model"]}, projection.NAMES)
         model = {**whole, **local.get("personal", {})}
-        if not self.arch.head <= set(model):  # nothing for a stranger
+        if not self.arch.head <= set(model):  # nothing for an unseen client
             return {"model": model, "generic": {}, "descriptors": {}}
         shared = {"descriptor": {"global": self._own_descriptor(model, local)}, **down}
         return {

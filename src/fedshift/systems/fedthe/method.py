@@ -33,7 +33,8 @@ class FedTHE(DescribedMethod):
     are averaged into the ``h_g`` that is deployed; without it h_g is one extractor older, as in the authors' code.
 
     Deployed: ``model`` predicts with the private head, ``generic`` is the global head, ``descriptors`` are both; the
-    adapters ``the`` and ``the-plus`` choose between the heads for every test sample. Newcomers have the global head twice.
+    adapters ``the`` and ``the-plus`` choose between the heads for every test sample. Unseen clients have the global
+    head twice.
 
     Deviations from the authors' code: private head and descriptor see images as they are, in inference mode, also where
     ``[train] augment`` changes those of generic training (so features are computed once, and the descriptor is over all
@@ -59,7 +60,7 @@ class FedTHE(DescribedMethod):
         return (head, self.descriptor_phase("personal"))
 
     def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
-        """The private head starts where everybody starts; a stranger has none."""
+        """The private head starts where everybody starts; an unseen client has none."""
         if info.unseen:
             return {}
         head = pick(model, self.arch.head)
@@ -91,7 +92,7 @@ class FedTHE(DescribedMethod):
         return {"personal": pick(state["personal"], self.arch.head), "descriptor": state["descriptor"]}
 
     def deployed(self, down: Tree, local: Tree) -> Tree:
-        """Both heads and both descriptors; a stranger's own are the global ones."""
+        """Both heads and both descriptors; an unseen client's own are the global ones."""
         return {
             "model": {**down["model"], **local.get("personal", {})},
             "generic": pick(down["model"], self.arch.head),

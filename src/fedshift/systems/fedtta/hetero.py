@@ -36,12 +36,12 @@ class HeteroFedTTA(AdaptedExchange, FedTTA):
     2. *revisit*: FedTTA's local steps, cross-entropy of psi~, on its own labelled data;
     3. *communicate*: ``f(D_p; psi)`` and ``f(D_p; psi~)``, psi~ after one step on the learnt loss of all of D_p, go up.
 
-    The server averages both uniformly. A client nobody has seen starts from a random psi and phi, digests for
+    The server averages both uniformly. An unseen client starts from a random psi and phi, digests for
     ``unseen-epochs``, and is served like FedTTA's: the adapter ``fedtta`` takes its step on the client's own images. With
     ``lam = 0`` (distillation end to end) F_base is not used.
 
     [R] The direction of the divergences is that of the authors' code (Eq. 14 has the student first), and so are two epochs
-    for newcomers. The learnt loss of D_p is the mean over batches of ``[train] batch-size``, in their order, as the
+    for unseen clients. The learnt loss of D_p is the mean over batches of ``[train] batch-size``, in their order, as the
     adapter's is at a new client, with the same clip and weight decay. Public batches are as large as the client's own,
     where the code has 100. FedTTA-Prox (``mu``) is not possible, because no model is received; FedTTA++ is the adapter
     with more steps. At the end the inner rate of the last round comes with the tables, one number.
