@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if other:
         config.hook.pytest_deselected(items=other)
         items[:] = kept
+
+
+def some_of(methods: Iterable[str]) -> list[Any]:
+    """Methods as parameters: one of each family in `make test`, the others in the grid."""
+    return [name if name in QUICK_METHODS else pytest.param(name, marks=pytest.mark.grid) for name in methods]
 
 
 def _quick(item: pytest.Item) -> bool:

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import cloudpickle
@@ -34,6 +35,7 @@ from fedshift.store.state import State
 from tests.conftest import ragged_task, tiny_arch, tiny_train
 
 TASK = ragged_task()
+DOUBLE = Compute(dtype=torch.float64)
 CASES = [(name, norm) for name in METHODS for norm in (False, True)]
 
 
@@ -67,6 +69,13 @@ def gap(a: Tree, b: Tree) -> float:
 
 
 @pytest.fixture(scope="module")
+def single_parallel():
+    engine = Parallel(Compute(), workers=2)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
 def parallel():
     engine = Parallel(Compute(dtype=torch.float64), workers=2)
     yield engine
@@ -84,33 +93,61 @@ def check_equal(reference: tuple, other: tuple, tolerance: float) -> None:
     assert losses == pytest.approx(other[2], abs=tolerance)
 
 
-@pytest.mark.parametrize(("name", "norm"), CASES)
-def test_vmapped_and_parallel_equal_sequential(name: str, norm: bool, parallel: Parallel) -> None:
+@cache
+def referenced(name: str, norm: bool) -> tuple[Method, tuple] | None:
+    """A method and what the sequential engine makes of it in double precision; None where it cannot run."""
     method = make(name, norm)
     if method is None:
         assert METHODS[name].make.requires  # it says itself that it cannot run here
-        return
-    compute = Compute(dtype=torch.float64)
-    reference = federate(method, Sequential(compute), compute)
-    check_equal(reference, federate(method, Vmapped(compute), compute), 1e-10)
-    check_equal(reference, federate(method, parallel, compute), 1e-10)
+        return None
+    return method, federate(method, Sequential(DOUBLE), DOUBLE)
 
 
 @pytest.mark.parametrize(("name", "norm"), CASES)
-def test_predictions_agree_in_single_precision(name: str, norm: bool) -> None:
+def test_vmapped_equals_sequential(name: str, norm: bool) -> None:
+    found = referenced(name, norm)
+    if found is None:
+        return
+    method, reference = found
+    check_equal(reference, federate(method, Vmapped(DOUBLE), DOUBLE), 1e-10)
+    with StackedConvolutions():  # convolutions as products of matrices, which the engine does on a GPU only
+        check_equal(reference, federate(method, Vmapped(DOUBLE), DOUBLE), 1e-9)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("name", "norm"), CASES)
+def test_parallel_equals_sequential(name: str, norm: bool, parallel: Parallel) -> None:
+    found = referenced(name, norm)
+    if found is not None:
+        check_equal(found[1], federate(found[0], parallel, DOUBLE), 1e-10)
+
+
+def check_predictions(name: str, norm: bool, engine: Engine) -> None:
+    """The sequential engine's answers in single precision."""
     method = make(name, norm)
     if method is None:
         assert METHODS[name].make.requires
         return
     compute = Compute()
-    single = Parallel(compute, workers=2)
-    ends = [federate(method, engine, compute)[1] for engine in (Sequential(compute), Vmapped(compute), single)]
-    single.close()
+    ends = [federate(method, worker, compute)[1] for worker in (Sequential(compute), engine)]
     for client in TASK.clients:
         x = TASK.images[client.test].float() / 255
         answers = [method.predict(scores["deployed"][client.name], x).logits.argmax(1) for scores in ends]
         assert torch.equal(answers[0], answers[1])
-        assert torch.equal(answers[0], answers[2])
+
+
+@pytest.mark.parametrize(("name", "norm"), CASES)
+def test_predictions_agree_in_single_precision(name: str, norm: bool) -> None:
+    check_predictions(name, norm, Vmapped(Compute()))
+
+
+@pytest.mark.system
+@pytest.mark.grid
+@pytest.mark.parametrize(("name", "norm"), CASES)
+def test_predictions_of_worker_processes_agree_in_single_precision(
+    name: str, norm: bool, single_parallel: Parallel
+) -> None:
+    check_predictions(name, norm, single_parallel)
 
 
 def test_what_is_shipped_does_not_carry_the_data() -> None:
@@ -124,17 +161,6 @@ def test_what_is_shipped_does_not_carry_the_data() -> None:
     assert task.images.nbytes > 1_000_000
     assert len(cloudpickle.dumps(setup.method)) < 200_000
     assert len(cloudpickle.dumps(setup.plain)) < 200_000
-
-
-@pytest.mark.parametrize(("name", "norm"), CASES)
-def test_convolutions_as_products_change_nothing(name: str, norm: bool) -> None:
-    method = make(name, norm)
-    if method is None:
-        return
-    here = Compute(dtype=torch.float64)
-    reference = federate(method, Sequential(here), here, 2)
-    with StackedConvolutions():  # which the engine does on a GPU only
-        check_equal(reference, federate(method, Vmapped(here), here, 2), 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +239,7 @@ class Everything(Method):
         return {**after, "descriptor": {"h": total}}, metrics
 
 
+@pytest.mark.system
 def test_hooks_of_later_methods_agree(parallel: Parallel) -> None:
     compute = Compute(dtype=torch.float64)
     method = Everything(arch=tiny_arch(norm=True), train=tiny_train())
@@ -252,6 +279,7 @@ class LogitExchange(Method):
         return {"consensus": {"logits": mean}}, {}
 
 
+@pytest.mark.system
 def test_several_architectures_in_one_round(parallel: Parallel) -> None:
     compute = Compute(dtype=torch.float64)
     task = replace(TASK, public=torch.arange(6))
@@ -282,6 +310,7 @@ def test_one_architecture_only_for_methods_that_average() -> None:
         make("fedavg", False).init_server({"a": {}, "b": {}}, (), torch.zeros(0, dtype=torch.int64))  # type: ignore[union-attr]
 
 
+@pytest.mark.system
 def test_parallel_from_a_script_without_a_main_guard(tmp_path) -> None:
     """Also the shape of a notebook: the method's class lives in __main__ and nowhere else."""
     script = tmp_path / "unguarded.py"

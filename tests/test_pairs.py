@@ -41,7 +41,6 @@ NETWORKS = {
     "no norm": network(nn.Identity),
 }
 HAS = {"batch norm": {"norm", "batch-norm"}, "group norm": {"norm"}, "no norm": set()}
-GRID = [(m, a, n) for m in METHODS for a in ADAPTERS for n in NETWORKS]
 
 
 def declared(method_name: str, adapter_name: str, net: str) -> str | None:
@@ -71,8 +70,13 @@ def test_networks_have_what_their_names_say() -> None:
         assert properties(Arch.of(make, (3, 8, 8))) == HAS[name]
 
 
-@pytest.mark.parametrize(("method_name", "adapter_name", "net"), GRID)
-def test_a_pair_runs_or_says_what_is_missing(method_name: str, adapter_name: str, net: str) -> None:
+@pytest.mark.parametrize(("method_name", "net"), [(m, n) for m in METHODS for n in NETWORKS])
+def test_a_pair_runs_or_says_what_is_missing(method_name: str, net: str) -> None:
+    for adapter_name in ADAPTERS:
+        check_pair(method_name, adapter_name, net)
+
+
+def check_pair(method_name: str, adapter_name: str, net: str) -> None:
     reason = declared(method_name, adapter_name, net)
     spec = MethodSpec(name=method_name, adapters=[adapter_name])  # type: ignore[list-item]
     if reason is not None:

@@ -67,6 +67,7 @@ def check_identical(a: object, b: object) -> None:
         assert a == b
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("engine", ["sequential", "vmapped", "auto"])
 def test_killed_and_resumed_is_bit_identical(tmp_path: Path, engine: str) -> None:
     subprocess.run(command(tmp_path / "whole", engine), check=True, capture_output=True)

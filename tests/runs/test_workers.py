@@ -24,6 +24,8 @@ from fedshift.store.folder import find_runs
 
 CLOCK = ("seconds-per-round", "memory-grown", "memory-peak")
 
+pytestmark = pytest.mark.system
+
 
 @dataclass(frozen=True)
 class Sleeper(Adapter):
