@@ -9,6 +9,7 @@ from fedshift.data.pool import Pool
 from fedshift.data.task import Task
 from fedshift.engines.auto import device_for, engine_for
 from fedshift.engines.base import Compute
+from fedshift.engines.scratch import sweep
 from fedshift.engines.torch_flags import steady
 from fedshift.errors import UserError
 from fedshift.experiment.schema import Experiment
@@ -81,6 +82,7 @@ def carry_out(
     say = reporter or Silent()
     if processes < 1:
         raise UserError(f"at least one run must be made at a time, not {processes}")
+    sweep()  # what killed runs left in memory
     precision = jobs[0].experiment.precision
     compute = Compute(device_for(device), PRECISIONS[precision])
     with steady(precision == "fast"):
