@@ -234,3 +234,14 @@ def test_annotations_travel_as_what_they_mean() -> None:
     sent = subprocess.run([sys.executable, "-c", write], env=environment, capture_output=True, check=True).stdout
     done = subprocess.run([sys.executable, "-c", check], env=environment, input=sent, capture_output=True, check=False)
     assert done.stdout.decode().strip() == "collections.abc.Sequence[int] [8]", done.stderr.decode()
+
+
+def test_an_adapter_may_stand_in_for_one_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a script registered under a known name is what its workers use."""
+    from fedshift.core.adapter import Adapter
+    from fedshift.core.registry import ADAPTERS, Entry
+
+    known = ADAPTERS["none"]
+    monkeypatch.setitem(ADAPTERS._entries, "none", known)
+    ADAPTERS.adopt(Entry("none", Adapter, "a test", "", 0))
+    assert ADAPTERS["none"].paper == "a test"

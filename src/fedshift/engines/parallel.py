@@ -14,8 +14,6 @@ import re
 import shutil
 import signal
 import sys
-import threading
-import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +27,7 @@ import numpy as np
 import torch
 from loky import get_reusable_executor
 from loky.backend import resource_tracker
+from loky.backend.context import LokyContext
 from loky.process_executor import BrokenProcessPool, TerminatedWorkerError
 
 from fedshift.core.adapter import Adapter
@@ -45,7 +44,7 @@ from fedshift.store.trees import load, write
 
 T = TypeVar("T")
 PIECES_PER_WORKER = 4  # small enough pieces that no core waits long for the last one
-LOOK = 0.5  # seconds between two looks of a worker at whether its parent lives
+CONTEXT = LokyContext()  # by its name it would be joblib's copy of loky, once scikit-learn has been imported
 
 
 class Parallel:
@@ -123,8 +122,9 @@ class Parallel:
                 ensure_running()
         pool = get_reusable_executor(
             max_workers=self.workers,
+            context=CONTEXT,
             timeout=120,
-            initializer=_start_worker,
+            initializer=START,
             initargs=(os.getpid(), shipping.search_path()),
             env=environment,
         )
@@ -269,19 +269,35 @@ def _read_replies(path: str) -> dict[str, Reply]:
 
 
 # ---- in the worker -------------------------------------------------------------------------------------------------------
-def _start_worker(parent: int, path: list[str]) -> None:
-    sys.path[:] = path
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches everybody; the parent says what becomes of it
-    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
-    torch.set_num_threads(1)
-    torch.set_num_interop_threads(1)
+def _starter() -> Callable[[int, list[str]], None]:
+    """What a worker does first. A function inside another travels by value: importing this module takes seconds, and
+    a parent may die in them.
+    """
+
+    def start(parent: int, path: list[str]) -> None:
+        import os
+        import signal
+        import sys
+        import threading
+        import time
+
+        def follow() -> None:  # not by the system's signal: it comes when the thread ends that started us
+            while os.getppid() == parent:
+                time.sleep(0.5)
+            os._exit(1)
+
+        threading.Thread(target=follow, daemon=True).start()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches everybody; the parent says what becomes of it
+        sys.path[:] = path
+        import torch
+
+        torch.set_num_threads(1)
+        torch.set_num_interop_threads(1)
+
+    return start
 
 
-def _follow(parent: int) -> None:
-    """End with the parent. Its death cannot be had as a signal here: that comes when the *thread* ends that started us."""
-    while os.getppid() == parent:
-        time.sleep(LOOK)
-    os._exit(1)
+START = _starter()  # one for all: who asks for another gets new processes
 
 
 @lru_cache(maxsize=8)
