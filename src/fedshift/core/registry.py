@@ -65,9 +65,9 @@ class Registry(Mapping[str, Entry[T]]):
         return add
 
     def adopt(self, entry: Entry[T]) -> None:
-        """Take over an entry of another process, unless there is one of its name."""
-        if entry.name not in self:
-            self._entries[entry.name] = entry
+        """Take over an entry of another process; there it may stand in for one of ours."""
+        self._load()
+        self._entries[entry.name] = entry
 
     def __getitem__(self, name: str) -> Entry[T]:
         if name not in self:

@@ -10,38 +10,41 @@ said.
 from __future__ import annotations
 
 import os
-import pickle
+import re
 import shutil
-import tempfile
+import signal
+import sys
 import uuid
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import cloudpickle
 import numpy as np
 import torch
 from loky import get_reusable_executor
+from loky.backend import resource_tracker
+from loky.backend.context import LokyContext
 from loky.process_executor import BrokenProcessPool, TerminatedWorkerError
 
 from fedshift.core.adapter import Adapter
 from fedshift.core.method import Method
 from fedshift.core.tree import Tree
 from fedshift.data.task import Task
+from fedshift.engines import shipping
 from fedshift.engines.base import Compute, Reply, Score
 from fedshift.engines.schedule import Plan
+from fedshift.engines.scratch import MEMORY, Scratch
 from fedshift.engines.sequential import Sequential
 from fedshift.errors import UserError
 from fedshift.store.trees import load, write
 
 T = TypeVar("T")
-# what cloudpickle raises for something that cannot leave its process
-CANNOT_TRAVEL = (pickle.PicklingError, TypeError, AttributeError, NotImplementedError)
 PIECES_PER_WORKER = 4  # small enough pieces that no core waits long for the last one
+CONTEXT = LokyContext()  # by its name it would be joblib's copy of loky, once scikit-learn has been imported
 
 
 class Parallel:
@@ -52,10 +55,9 @@ class Parallel:
         if self.compute.device.type != "cpu":
             raise UserError("the parallel engine works on CPU cores; use engine vmapped on a GPU")
         self.workers = workers or usable_cores()
-        self._folder = Path(tempfile.mkdtemp(prefix="fedshift-", dir=_shared_memory()))
+        self._scratch = Scratch(_shared_memory())
         self._shipped: dict[int, tuple[object, str | None]] = {}
         self._fresh: set[str | None] = set()  # shipped since the last task
-        self._cleanup = weakref.finalize(self, shutil.rmtree, str(self._folder), ignore_errors=True)
 
     def train(
         self, method: Method, downs: Mapping[str, Tree], locals: Mapping[str, Tree], task: Task, plan: Plan
@@ -108,29 +110,48 @@ class Parallel:
 
     def close(self) -> None:
         """Remove the shared files; the worker processes are shared by all engines and end when idle."""
-        self._cleanup()
+        self._scratch.close()
 
     def _run(self, function: Callable[..., T], jobs: Iterable[tuple[Any, ...]]) -> list[T]:
-        pool = get_reusable_executor(max_workers=self.workers, timeout=120, initializer=_start_worker)
+        environment = shipping.environment()
+        with _set(environment):  # loky has helpers beside its workers, which take the environment as it is
+            resource_tracker.ensure_running()
+            if sys.platform != "win32":
+                from multiprocessing.resource_tracker import ensure_running
+
+                ensure_running()
+        pool = get_reusable_executor(
+            max_workers=self.workers,
+            context=CONTEXT,
+            timeout=120,
+            initializer=START,
+            initargs=(os.getpid(), shipping.search_path()),
+            env=environment,
+        )
         try:
             return [future.result() for future in [pool.submit(function, *job) for job in jobs]]
-        except (TerminatedWorkerError, BrokenProcessPool):
+        except (TerminatedWorkerError, BrokenProcessPool) as error:
+            number = re.search(r"\(-(\d+)\)", str(error))  # loky gives exit codes in its sentence alone
             raise UserError(
-                "a worker process died, most likely for want of memory; use --engine sequential or fewer workers"
+                f"a worker process {ended_by(-int(number[1]) if number else 1)}; use --engine sequential or fewer workers"
             ) from None
+        except BaseException as error:
+            if not isinstance(error, Exception):  # somebody stops the program: nobody waits for work under way
+                pool.shutdown(kill_workers=True)
+            raise
 
     def _file(self) -> Path:
-        return self._folder / uuid.uuid4().hex
+        return self._scratch.path / uuid.uuid4().hex
 
     def _ship(self, thing: Method | Adapter) -> str | None:
         """Where workers find the object, or None if it cannot leave this process."""
         if id(thing) not in self._shipped:
             path = self._file()
             try:
-                path.write_bytes(cloudpickle.dumps(thing))
+                path.write_bytes(shipping.dumps(thing))
                 self._shipped[id(thing)] = (thing, str(path))
                 self._fresh.add(str(path))
-            except CANNOT_TRAVEL as error:
+            except shipping.CANNOT_TRAVEL as error:
                 warnings.warn(
                     f"{type(thing).__name__} cannot be sent to worker processes ({error}); working sequentially instead",
                     stacklevel=3,
@@ -161,7 +182,7 @@ class Parallel:
                 np.save(folder / f"{number}.npy", cast(torch.Tensor, stream.images).numpy())
             bare = {name: replace(stream, images=None) for name, stream in task.streams.items()}
             rest = replace(task, images=torch.zeros(0), streams=bare)
-            (folder / "rest").write_bytes(cloudpickle.dumps((rest, list(shifted))))
+            (folder / "rest").write_bytes(shipping.dumps((rest, list(shifted))))
             self._shipped[id(task)] = (task, str(folder))
         return cast(str, self._shipped[id(task)][1])
 
@@ -173,11 +194,39 @@ def usable_cores() -> int:
 
 def _shared_memory() -> str | None:
     """Memory-backed storage if there is room for a data set in it."""
-    place = Path("/dev/shm")
     try:
-        return str(place) if shutil.disk_usage(place).free > 2 << 30 and os.access(place, os.W_OK) else None
+        return str(MEMORY) if shutil.disk_usage(MEMORY).free > 2 << 30 and os.access(MEMORY, os.W_OK) else None
     except OSError:
         return None
+
+
+def ended_by(code: int) -> str:
+    """How a process ended, from its exit code.
+
+    >>> ended_by(-9)
+    'was ended by signal 9 (SIGKILL), most likely for want of memory'
+    >>> ended_by(1)
+    'ended with exit code 1'
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
+    return f"was ended by signal {-code} ({name}){', most likely for want of memory' if name == 'SIGKILL' else ''}"
+
+
+@contextmanager
+def _set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables of the environment, for a while."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _pieces(names: Sequence[str], sizes: Sequence[int], count: int) -> list[list[str]]:
@@ -220,19 +269,45 @@ def _read_replies(path: str) -> dict[str, Reply]:
 
 
 # ---- in the worker -------------------------------------------------------------------------------------------------------
-def _start_worker() -> None:
-    torch.set_num_threads(1)
-    torch.set_num_interop_threads(1)
+def _starter() -> Callable[[int, list[str]], None]:
+    """What a worker does first. A function inside another travels by value: importing this module takes seconds, and
+    a parent may die in them.
+    """
+
+    def start(parent: int, path: list[str]) -> None:
+        import os
+        import signal
+        import sys
+        import threading
+        import time
+
+        def follow() -> None:  # not by the system's signal: it comes when the thread ends that started us
+            while os.getppid() == parent:
+                time.sleep(0.5)
+            os._exit(1)
+
+        threading.Thread(target=follow, daemon=True).start()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches everybody; the parent says what becomes of it
+        sys.path[:] = path
+        import torch
+
+        torch.set_num_threads(1)
+        torch.set_num_interop_threads(1)
+
+    return start
+
+
+START = _starter()  # one for all: who asks for another gets new processes
 
 
 @lru_cache(maxsize=8)
 def _thing(path: str) -> Any:
-    return cloudpickle.loads(Path(path).read_bytes())
+    return shipping.loads(Path(path).read_bytes())
 
 
 @lru_cache(maxsize=2)
 def _task(folder: str) -> Task:
-    rest, shifted = cloudpickle.loads((Path(folder) / "rest").read_bytes())
+    rest, shifted = shipping.loads((Path(folder) / "rest").read_bytes())
     streams = dict(rest.streams)
     for number, name in enumerate(shifted):
         streams[name] = replace(streams[name], images=_mapped(Path(folder) / f"{number}.npy"))

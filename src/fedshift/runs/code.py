@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from weakref import WeakKeyDictionary
+
+_TOLD: WeakKeyDictionary[type, str] = WeakKeyDictionary()
+
+
+def tell_digest(cls: type, digest: str) -> None:
+    """Another process, which has the source of the class, knows its digest."""
+    _TOLD[cls] = digest
 
 
 def code_digest(cls: type) -> str:
@@ -15,6 +23,8 @@ def code_digest(cls: type) -> str:
     >>> len(code_digest(type("Mine", (FedAvg,), {"__module__": "notebook", "answer": lambda self: 42})))
     16
     """
+    if cls in _TOLD:
+        return _TOLD[cls]
     own = [base for base in cls.__mro__ if not base.__module__.startswith(("fedshift.", "builtins", "abc", "typing"))]
     if not own:
         return ""

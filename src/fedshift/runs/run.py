@@ -8,6 +8,7 @@ from pathlib import Path
 from fedshift.data.pool import Pool
 from fedshift.data.task import Task
 from fedshift.engines.auto import compute_for, engine_for
+from fedshift.engines.scratch import sweep
 from fedshift.engines.torch_flags import steady
 from fedshift.errors import UserError
 from fedshift.experiment.schema import Experiment
@@ -81,6 +82,7 @@ def carry_out(
     say = reporter or Silent()
     if processes < 1:
         raise UserError(f"at least one run must be made at a time, not {processes}")
+    sweep()  # what killed runs left in memory
     compute = compute_for(device, jobs[0].experiment.precision)
     with steady(compute.tf32):
         check_unfinished(jobs, resume, restart)

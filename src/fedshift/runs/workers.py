@@ -11,28 +11,29 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import cloudpickle
-
 from fedshift.core.adapter import Adapter
 from fedshift.core.registry import ADAPTERS, Entry
+from fedshift.engines import shipping
 from fedshift.engines.auto import engine_for
 from fedshift.engines.base import Compute
-from fedshift.engines.parallel import CANNOT_TRAVEL
+from fedshift.engines.parallel import ended_by
+from fedshift.engines.scratch import Scratch
 from fedshift.engines.torch_flags import steady
 from fedshift.errors import UserError
+from fedshift.runs.code import code_digest, tell_digest
 from fedshift.runs.finish import finish
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
 from fedshift.store.folder import RunFolder
 
 LOOK = 0.2  # seconds between two looks at what processes say
+PROCESS = Path(__file__).with_name("worker_process.py")
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,14 @@ class Order:
     engine: str
     compute: Compute
     resume: bool
-    adapters: tuple[Entry[type[Adapter]], ...]  # a script's own are not known in another process
+    # a script's own are not known in another process, nor is their source, of which scores hold the digest
+    adapters: tuple[tuple[Entry[type[Adapter]], str], ...]
 
     def carry_out(self, say: Reporter) -> None:
         """Everything its runs lack."""
-        for entry in self.adapters:
+        for entry, digest in self.adapters:
             ADAPTERS.adopt(entry)
+            tell_digest(entry.make, digest)
         first = self.jobs[0]
         with steady(self.compute.tf32):
             convolution = any(method.arch.has_convolution for method in first.setup.methods.values())
@@ -104,12 +107,11 @@ class Seat:
         self._said, self._errors, self._read = folder / "said", folder / "errors", 0
         (folder / "order").write_bytes(_pickled(order, self.name))
         self._said.touch()
-        path = os.pathsep.join(dict.fromkeys(["", *sys.path]))  # where a script's own modules are found
         with open(self._errors, "wb") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "fedshift.runs.workers", str(folder)],
-                env={**os.environ, "PYTHONPATH": path},
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-P", str(PROCESS), str(folder)],
+                env={**os.environ, **shipping.environment()},
+                stdin=subprocess.PIPE,  # nothing is ever said in it: it closes when we end, and so does the other
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
             )
@@ -125,12 +127,19 @@ class Seat:
 
     def failure(self) -> str:
         """One sentence on why it stopped, or nothing."""
-        code = self.process.returncode
+        code = self.process.wait()
         lines = self._errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         if not code:
             return ""
-        reason = lines[-1].strip() if lines else f"it ended with {code}, most likely for want of memory"
+        if code < 0 or not lines:
+            return f"{self.name}: its process {ended_by(code)}"
+        reason = lines[-1].strip()
         return reason if code == 2 else f"{self.name}: {reason}"
+
+    def close(self) -> None:
+        """It ends now, if it has not."""
+        self.process.kill()
+        self.process.communicate()
 
 
 def side_by_side(
@@ -138,25 +147,29 @@ def side_by_side(
 ) -> None:
     """Finish groups of runs, so many at once; those that can are finished before anything wrong with another is raised."""
     waiting, failures = deque(groups), list[str]()
-    with tempfile.TemporaryDirectory(prefix="fedshift-") as base:
+    with Scratch() as base:
         seats: list[Seat] = []
         try:
             while waiting or seats:
                 while waiting and len(seats) < processes:
                     jobs = tuple(waiting.popleft())
                     names = {spec.name for job in jobs for spec in job.setup.spec.adapters}
-                    order = Order(jobs, engine, compute, resume, tuple(ADAPTERS[name] for name in sorted(names)))
-                    seats.append(Seat(order, Path(tempfile.mkdtemp(dir=base))))
+                    adapters = [(ADAPTERS[name], code_digest(ADAPTERS[name].make)) for name in sorted(names)]
+                    order = Order(jobs, engine, compute, resume, tuple(adapters))
+                    folder = base / str(len(waiting))
+                    folder.mkdir()
+                    seats.append(Seat(order, folder))
                 time.sleep(LOOK)
                 ended = [seat for seat in seats if seat.process.poll() is not None]
                 for seat in seats:
                     seat.listen(say)
-                failures += [seat.failure() for seat in ended]
+                for seat in ended:
+                    failures.append(seat.failure())
+                    seat.close()
                 seats = [seat for seat in seats if seat not in ended]
         finally:
             for seat in seats:
-                seat.process.kill()
-                seat.process.wait()
+                seat.close()
             _date([job.folder for group in groups for job in group])
     reasons = list(dict.fromkeys(reason for reason in failures if reason))
     if reasons:
@@ -173,21 +186,17 @@ def _date(folders: Sequence[RunFolder]) -> None:
 
 def _pickled(order: Order, name: str) -> bytes:
     try:
-        return bytes(cloudpickle.dumps(order))
-    except CANNOT_TRAVEL as error:
+        return shipping.dumps(order)
+    except shipping.CANNOT_TRAVEL as error:
         raise UserError(f"{name} cannot be sent to another process ({error}); run it without --jobs") from None
 
 
 def main(folder: Path) -> None:
     """What a process does: its order, told into a file; exit code 2 and one sentence where the user is to blame."""
-    order: Order = cloudpickle.loads((folder / "order").read_bytes())
+    order: Order = shipping.loads((folder / "order").read_bytes())
     (folder / "order").unlink()
     try:
         order.carry_out(Relay(folder / "said"))
     except UserError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
