@@ -66,7 +66,7 @@ class Registry(Mapping[str, Entry[T]]):
 
     def adopt(self, entry: Entry[T]) -> None:
         """Take over an entry of another process; there it may stand in for one of ours."""
-        self._load()
+        self._all()  # ours are there first
         self._entries[entry.name] = entry
 
     def __getitem__(self, name: str) -> Entry[T]:
