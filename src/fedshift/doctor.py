@@ -30,16 +30,7 @@ CORE = (
     "loky",
     "cloudpickle",
 )
-EXTRAS = {
-    "hub": ("datasets", "Hugging Face hub data sets"),
-    "deploy": ("flwr", "federations over a network"),
-    "sim": ("ray", "simulated federations with Flower"),
-    "serve": ("fastapi", "online adaptation behind HTTP"),
-    "report": ("plotly", "interactive reports"),
-    "track": ("tensorboard", "TensorBoard logs"),
-    "privacy": ("opacus", "privacy accounting"),
-    "export": ("onnx", "ONNX export"),
-}
+EXTRAS = {"hub": ("datasets", "Hugging Face hub data sets")}
 
 
 def report() -> list[str]:
