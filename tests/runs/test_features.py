@@ -128,7 +128,7 @@ def test_more_than_there_are_is_all_there_are(tmp_path: Path) -> None:
         name: int((made.predictions == made.labels)[made.client == k].sum()) for k, name in enumerate(made.clients)
     }
     scored = result.rows[0].scores("global/original/clients")[0].by_client
-    assert right == {name: correct for name, (_, correct, _) in scored.items()}
+    assert right == {name: own.correct for name, own in scored.items()}
 
 
 def test_positions_are_a_function_of_the_seed() -> None:

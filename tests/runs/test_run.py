@@ -170,15 +170,15 @@ def test_any_label_works_or_is_refused_and_stays_inside_the_folder(label: str, t
 
 # ---- what the numbers mean ----------------------------------------------------------------------------------------------
 def by_hand(counts: Mapping[str, list[float]]) -> dict[str, float]:
-    accuracies = sorted(100 * correct / samples for samples, correct, _ in counts.values())
-    samples = sum(n for n, _, _ in counts.values())
+    accuracies = sorted(100 * correct / samples for samples, correct, *_ in counts.values())
+    samples = sum(n for n, *_ in counts.values())
     worst = accuracies[: max(1, len(accuracies) // 10)]
     return {
         "client_mean": statistics.mean(accuracies),
-        "pooled": 100 * sum(correct for _, correct, _ in counts.values()) / samples,
+        "pooled": 100 * sum(correct for _, correct, *_ in counts.values()) / samples,
         "std": statistics.pstdev(accuracies),
         "worst10": statistics.mean(worst),
-        "loss": sum(loss for _, _, loss in counts.values()) / samples,
+        "loss": sum(loss for _, _, loss, *_ in counts.values()) / samples,
     }
 
 
@@ -193,7 +193,7 @@ def test_client_mean_pooled_std_and_worst_tenth_from_the_counts(tmp_path: Path) 
             if rule == "oracle":
                 continue
             counts, summary = numbers.by_client, numbers.summary
-            assert {name: n for name, (n, _, _) in counts.items()} == {c.name: len(c.test) for c in task.clients}
+            assert {name: own.samples for name, own in counts.items()} == {c.name: len(c.test) for c in task.clients}
             for part, value in by_hand(counts).items():
                 found = getattr(summary, part)
                 assert found == pytest.approx(value, abs=1e-3 if part == "loss" else 1e-9), (metric, part)
