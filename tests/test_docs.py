@@ -39,6 +39,7 @@ def test_toml_examples_parse(page: Path, tmp_path: Path) -> None:
         assert Experiment.load(path).data.source.startswith("parquet:")
 
 
+@pytest.mark.system
 def test_the_catalogue_is_up_to_date() -> None:
     script = "import sys; sys.path.insert(0, 'docs'); import generate; print(generate.catalogue(), end='')"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -177,6 +177,6 @@ def test_new_plugins_join_the_grid_by_their_declarations() -> None:
             start = f"adapter 'shifted' needs descriptor, which method {method_name!r} does not deploy"
             assert reason == f"{start}, but described would"
     for adapter_name in ADAPTERS:
-        test_a_pair_runs_or_says_what_is_missing("described", adapter_name, "batch norm")
-        test_a_pair_runs_or_says_what_is_missing("described", adapter_name, "no norm")
+        check_pair("described", adapter_name, "batch norm")
+        check_pair("described", adapter_name, "no norm")
     test_the_printed_grid_is_the_declared_one()

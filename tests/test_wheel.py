@@ -12,14 +12,24 @@ import pytest
 
 pytestmark = pytest.mark.system
 ROOT = Path(__file__).parent.parent
-TINY = ["rounds=1", "baselines=false", "data.size=8", "model.name=mlp", "model.hidden=[8]", "split.unseen=[\"flower\"]"]
+TINY = ["rounds=1", "baselines=false", "data.size=8", "model.name=mlp", "model.hidden=[8]", 'split.unseen=["flower"]']
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel's content, as an installer would lay it out."""
     folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--disable-pip-version-check", "-w", str(folder)]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--disable-pip-version-check",
+        "-w",
+        str(folder),
+    ]
     subprocess.run([*build, str(ROOT)], check=True, capture_output=True)
     (wheel,) = folder.glob("fedshift-*.whl")
     with zipfile.ZipFile(wheel) as archive:

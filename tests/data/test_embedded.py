@@ -54,6 +54,7 @@ def test_no_two_images_are_equal(pool: Pool) -> None:
     assert len({image.numpy().tobytes() for image in pool.images}) == len(pool)
 
 
+@pytest.mark.system
 def test_same_bytes_in_another_process(pool: Pool) -> None:
     code = "from fedshift.data.embedded import digits; print(digits().provenance['digest'])"
     # a hash seed of its own: nothing may depend on the order of a set
@@ -101,6 +102,7 @@ def test_bad_sizes_are_refused(size: int) -> None:
         digits(size=size)
 
 
+@pytest.mark.grid
 def test_a_small_network_learns_every_domain(pool: Pool) -> None:
     """Six epochs are enough to read all five domains: the default task is neither noise nor trivial."""
     torch.manual_seed(0)

@@ -177,6 +177,7 @@ def path_of(folder: Path, *command: str, **variables: str) -> list[str]:
     return path
 
 
+@pytest.mark.system
 def test_a_scripts_folder_comes_last_and_the_current_one_not_at_all(tmp_path: Path) -> None:
     source, here, scripts = str(ROOT / "src"), tmp_path / "here", tmp_path / "scripts"
     here.mkdir()
@@ -210,6 +211,7 @@ def test_the_command_line_has_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert shipping.search_path() == [str(ROOT / "src")]
 
 
+@pytest.mark.system
 def test_annotations_travel_as_what_they_mean() -> None:
     code = textwrap.dedent("""
         from __future__ import annotations

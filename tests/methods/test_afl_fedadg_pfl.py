@@ -407,6 +407,7 @@ def test_fedadg_draws_features_to_the_generators() -> None:
     assert judged(0.9) > judged(0.0) + 0.02
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("changes", [{}, {"optimiser": "adam"}, {"clip": 0.5, "lr_decay": 0.5}, {"batch_size": 1}])
 def test_stacked_adversaries_agree(norm: bool, changes: dict[str, Any]) -> None:

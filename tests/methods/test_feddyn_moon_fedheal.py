@@ -700,6 +700,7 @@ def test_defaults_are_the_authors() -> None:
     assert METHODS["fedheal"].options == {"threshold": 0.3, "beta": 0.4}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", METHOD_NAMES)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("changes", [{"optimiser": "adam"}, {"clip": 0.5, "lr_decay": 0.5}, {"batch_size": 1}])

@@ -408,6 +408,7 @@ def test_unseen_clients_get_the_model_of_their_kind() -> None:
 # --- engines and settings ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("changes", [{"optimiser": "adam"}, {"clip": 0.5, "lr_decay": 0.5}, {"batch_size": 1}])
 def test_stacked_clients_agree_for_other_settings_too(norm: bool, changes: dict[str, Any]) -> None:

@@ -113,6 +113,7 @@ def test_the_maximum_before_relu_is_the_papers_network_to_the_last_bit(name: str
     assert all(torch.equal(one, other) for one, other in zip(*answers, strict=True))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize(("name", "options", "shape"), SMALL, ids=SMALL_IDS)
 def test_stacked_clients_equal_the_loop(

@@ -35,7 +35,7 @@ from fedshift.runs.setup import make_setup, make_task
 from fedshift.store.costs import Costs, measured
 from fedshift.store.folder import find_runs
 from fedshift.store.lines import History
-from tests.conftest import ragged_task
+from tests.conftest import ragged_task, some_of
 from tests.runs.test_run import POOL, command, go, lines, tiny
 
 RAGGED = (33, 7, 1, 20, 40)  # samples of the clients; a batch has eight
@@ -187,7 +187,7 @@ def test_no_rounds_have_no_flops() -> None:
     assert costs.parameters == 192 * 6 + 6 + 6 * 4 + 4
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", some_of(sorted(METHODS)))
 def test_every_method_is_counted_without_computing(method: str) -> None:
     experiment = tiny(split={"public": 0.1})
     task = make_task(experiment, 0, POOL)
@@ -369,6 +369,7 @@ print("measured")
 """
 
 
+@pytest.mark.system
 def test_a_process_sees_its_own_growth(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", GROWTH, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.stdout.endswith("measured\n"), done.stderr

@@ -34,7 +34,7 @@ from fedshift.runs.setup import make_setup, make_task
 from fedshift.store.rows import mean_and_std, summarise
 from fedshift.store.toml import toml_text
 from fedshift.store.trees import load
-from tests.conftest import ragged_task
+from tests.conftest import ragged_task, some_of
 
 SIZES = {"north": 25, "south": 40, "east": 60, "west": 95}
 BOTH = [{"name": "original", "kind": "original"}, {"name": "corrupted", "kind": "corrupted"}]
@@ -429,7 +429,7 @@ def test_double_precision_costs_twice_as_much(tmp_path: Path) -> None:
 
 
 # ---- models and populations ---------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", some_of(METHODS))
 def test_after_local_is_scored_for_every_method(name: str, tmp_path: Path) -> None:
     settings = {"rounds": 1, "evaluate": {"after-local": True}, "model": {"name": "mlp", "hidden": [4], "norm": True}}
     settings["split"] = {"public": 0.1}

@@ -433,6 +433,7 @@ def right(trees: dict[str, Tree], part: str, **spec: Any) -> float:
     return sum(score.correct for score in scores) / sum(score.samples for score in scores)
 
 
+@pytest.mark.grid
 def test_a_step_without_labels_helps_unseen_clients() -> None:
     fed, state = digits()
     unseen = fed.unseen(fed.deploy(state))
