@@ -39,7 +39,7 @@ def write(path: Path, trees: Mapping[str, Tree], facts: Mapping[str, object] | N
 def save(path: Path, trees: Mapping[str, Tree], facts: Mapping[str, object] | None = None) -> None:
     """:func:`write`, all or nothing: the file appears under its name only when it is complete and on disk.
 
-    >>> import tempfile
+    >>> import tempfile, torch
     >>> path = Path(tempfile.mkdtemp()) / "state.safetensors"
     >>> save(path, {"server": {"model": {"w": torch.ones(2)}, "nothing": {}}}, {"round": 3})
     >>> load(path)
