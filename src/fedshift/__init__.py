@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch, Output

@@ -83,7 +83,7 @@ with warnings.catch_warnings(record=True) as caught:
     expected = numbers("alone", "sequential", 1)
     answers = [numbers("workers", "parallel", 1), numbers("jobs", "sequential", 2)]
 assert not [str(w.message) for w in caught if "process" in str(w.message)], [str(w.message) for w in caught]
-assert len({row["adapter"] for row in expected}) == 2, expected
+assert len({row["adapter-name"] for row in expected}) == 2, expected
 print([compare(expected, answer) for answer in answers])
 """
 COMPARE = """

@@ -35,8 +35,8 @@ class FedCiR(StochasticMethod, GeneratorMethod):
         ``CE(head(z), y) + reg CE(head(G(y', e)), y') + align mean sum_dims KL( N(m(x), s(x)^2) | N(m_g[y], s_g[y]^2) )``
 
     Server, in every round: ``generator-steps`` with Adam on ``mean -log mean_k softmax(head_k(G(y, e)))[y]`` over the heads
-    that came up and uniform labels; then ``m_g``, ``s_g`` are the most likely Gaussians of ``class-samples`` generated
-    representations of each class (inference mode, deviation at least ``floor``); then FedAvg.
+    that came up and uniform labels (``blocks/generator.py``); FedAvg; then ``m_g``, ``s_g`` are the most likely Gaussians of
+    ``class-samples`` generated representations of each class (inference mode, deviation at least ``floor``).
 
     ``align = 0`` is FedReg, and the Gaussians stay on the server; ``reg = 0`` is FedAlign, and the generator does. Both zero
     is FedAvg with a stochastic encoder. ``reg`` reaches the head only, ``align`` the encoder only.
