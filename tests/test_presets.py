@@ -734,7 +734,9 @@ def test_real_task(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_real
 def test_real_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     _, brfl = _real(monkeypatch, "brfl")
-    assert {(len(c.train), len(c.val), len(c.test)) for c in brfl.clients} == {(1800, 600, 600)}  # 3,000 images, as in the paper
+    assert {(len(c.train), len(c.val), len(c.test)) for c in brfl.clients} == {
+        (1800, 600, 600)
+    }  # 3,000 images, as in the paper
     natural = {name: len(index) for name, index in brfl.streams["natural"].index.items()}
     assert 1900 <= sum(natural.values()) <= 2000  # what the rounding leaves over is dropped
     assert {name: len(index) for name, index in brfl.streams["mixture"].index.items()} == {
