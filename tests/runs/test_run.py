@@ -25,6 +25,7 @@ from fedshift import Arch, Experiment, Method, Pool, Result, UserError, cli, run
 from fedshift.core.compatibility import missing_for_method
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tree
+from fedshift.doctor import EXTRAS
 from fedshift.engines.base import Compute, Score
 from fedshift.engines.sequential import Sequential
 from fedshift.experiment.schema import MethodSpec
