@@ -13,19 +13,20 @@ PLUGINS = {"systems", "methods", "adapters"}
 # what a package may import beside itself; ``errors`` and the package's version are everybody's
 MAY = {
     "core": set(),
+    "measures": set(),
     "blocks": {"core"},
     "systems": {"core", "blocks"},
     "methods": {"core", "blocks"},
     "adapters": {"core", "blocks"},
     "models": {"core"},
     "data": {"core"},
-    "store": {"core"},
+    "store": {"core", "measures"},
     "engines": {"core", "data", "store"},
     "experiment": set(),
-    "results": {"core", "data", "store"},
-    "runs": {"core", "data", "store", "engines", "experiment", "results"},
-    "join": {"core", "data", "store", "engines", "experiment", "results", "runs"},
-    "inspect": {"core", "data", "store", "engines", "experiment", "results", "runs", "systems"},
+    "results": {"core", "data", "measures", "store"},
+    "runs": {"core", "data", "measures", "store", "engines", "experiment", "results"},
+    "join": {"core", "data", "measures", "store", "engines", "experiment", "results", "runs"},
+    "inspect": {"core", "data", "measures", "store", "engines", "experiment", "results", "runs", "systems"},
 }
 ALONE = {"catalogue.py", "doctor.py", "cli.py", "__init__.py", "errors.py"}
 

@@ -1,4 +1,4 @@
-"""The command line: ``fedshift run | data | list | show | inspect | cost-to-target | join | doctor``."""
+"""The command line: ``fedshift run | data | list | show | advise | inspect | cost-to-target | join | doctor``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rich.table import Table
 from fedshift.errors import UserError
 
 if TYPE_CHECKING:
+    from fedshift.results.advice import Advice
     from fedshift.results.result import Result
 
 app = typer.Typer(
@@ -88,6 +89,9 @@ def run(
         pictures.append(folder / "map.png")
         map_picture(result, pictures[-1])
     _print_result(console, result, "best-val", rules=chosen.evaluate.oracle)
+    if any(row.twins for row in result.rows):
+        console.print("[bold]What to deploy[/] (fedshift advise has the table):")
+        _print_advice(console, result.advice())
     console.print(f"Pictures: {', '.join(map(str, pictures))}. Again: fedshift show {folder}", highlight=False)
 
 
@@ -125,13 +129,40 @@ def show(
     picture: Annotated[
         list[str] | None, typer.Option(help="Draw instead: results, densities, map, radar or tsne; into RUN.")
     ] = None,
+    metric: Annotated[
+        str, typer.Option(help="Another headline: balanced-accuracy, macro-f1, auroc, auprc, loss, ece, ...")
+    ] = "",
+    classes: Annotated[bool, typer.Option("--classes", help="Recall and precision of every class instead.")] = False,
+    by: Annotated[
+        str, typer.Option(help="By subgroup instead: client, or a column of [data] attributes (scanner, sex, age).")
+    ] = "",
 ) -> None:
     """Print the results of finished runs again, or draw them."""
+    from fedshift.measures.measurement import MEASURES, measure_of
     from fedshift.results.collect import collect
     from fedshift.results.result import to_json
     from fedshift.store.folder import find_runs
 
+    if metric and metric not in MEASURES:
+        measure_of(metric)
+        if not by:
+            raise UserError(f"{metric} is measured from kept predictions: add --by client, or another column")
+    if by:
+        from fedshift.results.subgroups import subgroups, subgroups_table
+
+        measure = metric or "balanced-accuracy"
+        _console().print(subgroups_table(subgroups(find_runs(path), by, measure), by, measure))
+        return
     result = collect(find_runs(path))
+    if classes:
+        table = result.classes_table(select)
+        if table is None:
+            raise UserError("there are too many classes for a table; --format json has them")
+        _console().print(table)
+        return
+    if metric:
+        _console().print(result.table(select, metric))
+        return
     if picture:
         from fedshift.results.plots.pictures import draw
 
@@ -141,6 +172,26 @@ def show(
         print(to_json(result))
     else:
         _print_result(_console(), result, select, rules=True)
+
+
+@app.command()
+def advise(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or any folder above some.")],
+    metric: Annotated[str, typer.Option(help="Compare by this measure instead of the experiment's own.")] = "",
+    format: Format = "table",
+) -> None:
+    """What to deploy: every method and adapter compared on validation images under the same shifts, never on a test."""
+    from fedshift.results.collect import collect
+    from fedshift.store.folder import find_runs
+
+    as_json = _wants_json(format)
+    advice = collect(find_runs(path)).advice(metric)
+    if as_json:
+        print(advice.to_json())
+        return
+    console = _console()
+    console.print(advice.table())
+    _print_advice(console, advice)
 
 
 @app.command()
@@ -260,8 +311,11 @@ def doctor() -> None:
 
 
 def _print_result(console: Console, result: Result, rule: str, rules: bool) -> None:
-    """The table, the costs, what adapters tell, the three rules side by side, and the notes."""
+    """The table, the other measures, the costs, what adapters tell, the three rules side by side, and the notes."""
     console.print(result.table(rule))
+    measures = result.measures_table(rule)
+    if measures is not None:
+        console.print(measures)
     console.print(result.costs_table())
     told = result.telemetry_table(rule)
     if told is not None:
@@ -272,6 +326,13 @@ def _print_result(console: Console, result: Result, rule: str, rules: bool) -> N
         console.print("Notes:")
     for note in result.notes:
         console.print(f"- {_escaped(note)}", highlight=False)
+
+
+def _print_advice(console: Console, advice: Advice) -> None:
+    head, *reasons = advice.lines()
+    console.print(f"[bold]{_escaped(head)}[/]", highlight=False, soft_wrap=True)
+    for reason in reasons:
+        console.print(f"- {_escaped(reason)}", highlight=False, soft_wrap=True)
 
 
 def _plain(value: Any) -> str:

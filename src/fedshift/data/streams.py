@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal, TypeVar
 
 import torch
@@ -97,6 +97,15 @@ class StreamKind:
         """What else decides this stream's bytes: the content of another source, if it uses one."""
         return ""
 
+    @property
+    def made_of(self) -> tuple[str, ...]:
+        """The earlier streams it is made of."""
+        return ()
+
+    def twin(self) -> StreamKind | None:
+        """The same shift for validation images; None if it is made of images that nobody may choose by."""
+        return self
+
     def shown(self, scene: Scene) -> Shown:
         """Which images every client is shown."""
         raise UserError(f"stream kind {type(self).__name__} does not say what it shows")
@@ -129,6 +138,21 @@ class StreamKind:
         if self.order == "stored":
             return positions[torch.isin(positions, kept)]
         return kept[shown.labels[kept].argsort(stable=True)] if self.order == "by-class" else kept
+
+
+def twins_of(streams: Mapping[str, StreamKind]) -> dict[str, StreamKind]:
+    """The shifts that validation images can be put under, by the name of the stream each is a twin of.
+
+    >>> twins = twins_of({"a": Original(), "b": Natural(source="x"), "c": Mixture(of=("a", "b")), "d": LeftOut()})
+    >>> {name: kind.kind for name, kind in twins.items()}
+    {'a': 'original', 'd': 'out-of-client'}
+    """
+    made: dict[str, StreamKind] = {}
+    for name, kind in streams.items():
+        twin = kind.twin()
+        if twin is not None and all(part in made for part in kind.made_of):
+            made[name] = twin
+    return made
 
 
 S = TypeVar("S", bound=type[StreamKind])
@@ -196,6 +220,11 @@ class Corrupted(StreamKind):
         for name in self.names:
             if name not in corruptions.NAMES:
                 raise UserError(f"there is no corruption {name!r}; there are: {', '.join(corruptions.NAMES)}")
+
+    @property
+    def made_of(self) -> tuple[str, ...]:
+        """The stream it corrupts, if it is not the clients' own images."""
+        return (self.of,) if self.of else ()
 
     def shown(self, scene: Scene) -> Shown:
         """Corrupt every image once, whoever is shown it."""
@@ -270,6 +299,10 @@ class Natural(StreamKind):
     source: str = ""
     columns: Mapping[str, str] = field(default_factory=dict)
 
+    def twin(self) -> StreamKind | None:
+        """None: all images of the other source are test images."""
+        return None
+
     def fingerprint(self, load: Callable[[str, Mapping[str, str]], Pool]) -> str:
         """A digest of the other source's pixels and labels."""
         if not self.source:
@@ -312,6 +345,11 @@ class Mixture(StreamKind):
 
     of: tuple[str, ...] = ()
 
+    @property
+    def made_of(self) -> tuple[str, ...]:
+        """Its parts."""
+        return self.of
+
     def shown(self, scene: Scene) -> Shown:
         """Copies, because the parts live in different places."""
         if len(set(self.of)) < max(2, len(self.of)):
@@ -339,6 +377,11 @@ class Mixture(StreamKind):
 @dataclass(frozen=True)
 class LeftOut(StreamKind):
     """Every client is shown the unseen clients' images: leave-one-domain-out as FedICON scores it."""
+
+    def twin(self) -> StreamKind | None:
+        """The other clients stand for those that nobody has seen."""
+        common = {entry.name: getattr(self, entry.name) for entry in fields(StreamKind)}
+        return OutOfClient(**common)
 
     def shown(self, scene: Scene) -> Shown:
         """One and the same set for everybody."""

@@ -75,6 +75,9 @@ class Score:
     loss: float  # summed negative log-likelihood
     telemetry: Mapping[str, Density] = field(default_factory=dict)  # what the adapter tells about itself
     broken: int = 0  # predictions that are not numbers: never right, and their loss is infinite
+    # of every sample, in the order of the stream; on the CPU
+    log_probabilities: Tensor = field(default_factory=lambda: torch.zeros(0, 0), repr=False, compare=False)
+    labels: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64), repr=False, compare=False)
 
     @property
     def accuracy(self) -> float:

@@ -208,6 +208,7 @@ def evaluate(
         state = state if setting.reset == "never" else None
         correct, loss, broken = 0, 0.0, 0
         told: dict[str, list[Tensor]] = {name: [] for name in adapter.telemetry}
+        logits: list[Tensor] = []
         for number in range(setting.passes):
             shown = predictions(adapter, deployed, samples, setting, seed, compute, state, fit=number == 0)
             for output, labels, current in shown:
@@ -219,8 +220,11 @@ def evaluate(
                     correct += int(((output.logits.argmax(1) == labels) & fine).sum())  # NaN has an argmax too
                     loss += math.inf if lost else float(F.cross_entropy(output.logits, labels, reduction="sum"))
                     told = {name: [*values, output.aux[name]] for name, values in told.items()}
+                    logits.append(output.logits)
         telemetry = {name: Density.of(torch.cat(values)) for name, values in told.items() if values}
-        scores[client.name, part] = Score(len(samples), correct, loss, telemetry, broken)
+        answers = torch.cat(logits).log_softmax(-1).float().cpu() if logits else torch.zeros(0, 0)
+        labels = samples.labels[samples.index].cpu()
+        scores[client.name, part] = Score(len(samples), correct, loss, telemetry, broken, answers, labels)
     return scores
 
 

@@ -180,6 +180,8 @@ class MethodSpec(Named):
 class EvaluateSpec(Table):
     """``[evaluate]``: when and what is scored."""
 
+    # the headline of every table, and what the round is chosen by on validation images; ties go to the lower loss
+    metric: Literal["accuracy", "balanced-accuracy", "macro-f1", "auroc", "loss"] = "accuracy"
     every: Annotated[int, Field(ge=0)] = 10  # validation every so many rounds; 0: at the end only
     oracle: bool = False  # also score test streams then, for the best-on-test bound nobody may choose by
     after_local: bool = False  # also score clients right after one more local round
@@ -189,6 +191,14 @@ class EvaluateSpec(Table):
     features: Annotated[int, Field(ge=0, exclude=True)] = 0
     # whether an artefact is written for every client; left out: where they are few and small
     artefacts: Annotated[bool | None, Field(exclude=True)] = None
+    # whether the probabilities of every test image are kept beside the scores; left out: where they are not too many
+    predictions: Annotated[bool | None, Field(exclude=True)] = None
+    # whether every adapter is also scored on validation images under the same shifts, which advice rests on
+    advice: Annotated[bool, Field(exclude=True)] = True
+
+    def undumped(self) -> dict[str, Any]:
+        """What no dump has."""
+        return {name: getattr(self, name) for name in ("features", "artefacts", "predictions", "advice")}
 
 
 class Experiment(Table):
@@ -205,7 +215,7 @@ class Experiment(Table):
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of clients in a round
     precision: Literal["auto", "float32", "tf32", "float64"] = "auto"  # auto: TF32 on a GPU, float32 on a CPU
     checkpoint_every: Annotated[int, Field(ge=1)] = 10
-    baselines: bool = True  # the rows local and finetune are always there, unless this is false
+    baselines: bool = True  # the rows majority, local and finetune are always there, unless this is false
     scale: Literal["full", "small"] = "full"
     notes: list[str] = Field(default_factory=list)  # for people, under the table: why numbers differ from the paper's
     data: DataSpec = Field(default_factory=DataSpec)
@@ -310,7 +320,7 @@ class Experiment(Table):
             yield {}, self
             return
         base = self.model_dump(by_alias=True, exclude={"sweep"})
-        base["evaluate"] |= {"features": self.evaluate.features, "artefacts": self.evaluate.artefacts}
+        base["evaluate"] |= self.evaluate.undumped()
         for values in itertools.product(*self.sweep.values()):
             point = dict(zip(self.sweep, values, strict=True))
             table = copied(base)

@@ -9,14 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from fedshift.measures.measurement import better
 from fedshift.results.result import Point, Result, Row
-from fedshift.results.trouble import broken_predictions, diverged_training
+from fedshift.results.trouble import alarms, broken_predictions, diverged_training, grown_loss
 from fedshift.store.costs import Costs, mean_costs, measured, published_by
 from fedshift.store.folder import NOTES, RunFolder, read_config, title_of
 from fedshift.store.lines import History
-from fedshift.store.rows import ClientScore, Metric, ScoreRow, Summary, mean_over, summarise
+from fedshift.store.rows import ACCURACY, ClientScore, Metric, ScoreRow, Summary, mean_over, summarise
 
-Run: TypeAlias = tuple[int, list[ScoreRow], dict[str, float]]  # seed, scores, cost
+Run: TypeAlias = tuple[int, list[ScoreRow], dict[str, float], list[ScoreRow]]  # seed, scores, cost, twins
 Key: TypeAlias = tuple[str, Metric]  # a selection rule and what was measured
 
 
@@ -32,31 +33,36 @@ def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
     grouped: dict[tuple[str, str, Point, bool], list[Run]] = {}
     costs_notes: dict[str, None] = {}
     trouble: list[str] = []
+    measures: dict[str, None] = {}
     validated = False
     for path, config in configs.items():
         folder = RunFolder(path)
-        history, scores = folder.history(), folder.scores()
+        history, scores, twins = folder.history(), folder.scores(), folder.twins()
+        measures[(config.get("evaluate") or {}).get("metric", ACCURACY)] = None
         validated = validated or history.validated
-        trouble += diverged_training(_seeded(config, points[path]), history.rounds, config.get("participation", 1.0))
+        name = _seeded(config, points[path])
+        trouble += diverged_training(name, history.rounds, config.get("participation", 1.0))
+        trouble += grown_loss(name, history.rounds, history.evaluations)
         costs = _costs(folder, history, scores)
         costs_notes |= dict.fromkeys(f"{title_of(config)}: {note}" for note in costs.notes)
         families: dict[str, list[list[ScoreRow]]] = {}
         for label in wanted.get(path) or sorted(scores, key=lambda label: (label != "none", label)):
             rows = scores[label]
-            oracle = _oracle(history, rows) if label == "none" else []
+            oracle = _oracle(history, rows, next(iter(measures))) if label == "none" else []
             whole = [*rows, *_validation(history, label, rows), *oracle]
-            run = (config["seed"], whole, costs.numbers())
+            run = (config["seed"], whole, costs.numbers(), twins.get(label, []))
             grouped.setdefault((title_of(config), label, points[path], False), []).append(run)
             families.setdefault(rows[0].family if rows else "", []).append(rows)
         for family, members in families.items():
             if family and len(members) > 1:
                 label = f"{family}, best per client (uses labels)"
-                run = (config["seed"], _bound(members, label), costs.numbers())
+                run = (config["seed"], _bound(members, label), costs.numbers(), [])
                 grouped.setdefault((title_of(config), label, points[path], True), []).append(run)
     made = tuple(_row(*key, runs) for key, runs in grouped.items())
     trouble += [note for row in made for note in broken_predictions(row)]
+    trouble += alarms(made, next(iter(measures), ACCURACY))
     notes = [*trouble, *dict.fromkeys(note for path in folders for note in _notes(path)), *costs_notes]
-    return Result(made, tuple(folders), tuple(notes), validated, tuple(trouble))
+    return Result(made, tuple(folders), tuple(notes), validated, tuple(trouble), next(iter(measures), ACCURACY))
 
 
 def _seeded(config: Mapping[str, Any], point: Point) -> str:
@@ -66,11 +72,15 @@ def _seeded(config: Mapping[str, Any], point: Point) -> str:
 
 def _row(method: str, label: str, point: Point, bound: bool, runs: Sequence[Run]) -> Row:
     by_key: dict[Key, list[ScoreRow]] = {}
-    for row in (row for _, rows, _ in runs for row in rows):
+    for row in (row for _, rows, _, _ in runs for row in rows):
         by_key.setdefault(_key(row), []).append(row)
     complete = {key: found for key, found in by_key.items() if len(found) == len(runs)}
-    cost = mean_costs([cost for _, _, cost in runs])
-    return Row(method, label, point, tuple(seed for seed, _, _ in runs), complete, cost, bound)
+    twins: dict[Metric, list[ScoreRow]] = {}
+    for row in (row for _, _, _, rows in runs for row in rows):
+        twins.setdefault(row.metric, []).append(row)
+    twins = {metric: found for metric, found in twins.items() if len(found) == len(runs)}
+    cost = mean_costs([cost for _, _, cost, _ in runs])
+    return Row(method, label, point, tuple(seed for seed, _, _, _ in runs), complete, cost, twins, bound)
 
 
 def _key(row: ScoreRow) -> Key:
@@ -161,23 +171,27 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _oracle(history: History, rows: Sequence[ScoreRow]) -> list[ScoreRow]:
+def _oracle(history: History, rows: Sequence[ScoreRow], measure: str) -> list[ScoreRow]:
     """The best test score of any evaluated round, if test streams were scored during training."""
     means = {row.metric: row for row in rows if row.of_streams}
     best: dict[Metric, ScoreRow] = {}
     for line in history.evaluations:
         scored = dict(line.scores)
-        scored |= {
-            metric: mean_over([scored[part] for part in _parts_of(mean)])
-            for metric, mean in means.items()
-            if all(part in scored for part in _parts_of(mean))
-        }
-        for metric, summary in scored.items():
-            if metric.is_validation or summary.client_mean is None or summary.broken:
+        for name in {ACCURACY, measure}:
+            scored |= {
+                metric._replace(name=name): mean_over([scored[part._replace(name=name)] for part in _parts_of(mean)])
+                for metric, mean in means.items()
+                if all(part._replace(name=name) in scored for part in _parts_of(mean))
+            }
+        for metric in (metric for metric in scored if metric.name == measure and not metric.is_validation):
+            plain, value = scored[metric.plain], scored[metric].client_mean
+            if value is None or plain.broken:
                 continue
-            known = best[metric].summary.client_mean if metric in best else None
-            if known is None or summary.client_mean > known:
-                best[metric] = ScoreRow(metric, summary, "oracle", line.round)
+            known = best[metric.plain].summary_of(measure).client_mean if metric.plain in best else None
+            if known is None or better(measure, value, known):
+                best[metric.plain] = ScoreRow(
+                    metric.plain, plain, "oracle", line.round, measures={measure: scored[metric]}
+                )
     named = rows[0] if rows else None
     return [replace(row, label=named.label, adapter=named.adapter) if named else row for row in best.values()]
 

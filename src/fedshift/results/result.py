@@ -6,19 +6,23 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.table import Table
 
 from fedshift.errors import UserError
+from fedshift.measures.measurement import MEASURES
 from fedshift.results import tables
-from fedshift.store.rows import Metric, Part, ScoreRow, Told, known, mean_and_std
+from fedshift.store.rows import ACCURACY, Metric, Part, ScoreRow, Told, known, mean_and_std
+
+if TYPE_CHECKING:
+    from fedshift.results.advice import Advice
 
 Point: TypeAlias = tuple[tuple[str, Any], ...]  # of a sweep
 RULE_TEXT = {
     "last": "the state after the last round",
-    "best-val": "the round with the best pooled validation accuracy",
-    "oracle": "the best test accuracy of any evaluated round (a bound, not a choice)",
+    "best-val": "the round with the best pooled validation {measure}",
+    "oracle": "the best test {measure} of any evaluated round (a bound, not a choice)",
 }
 
 
@@ -35,18 +39,20 @@ class Row:
     seeds: tuple[int, ...] = ()
     values: Mapping[tuple[str, Metric], list[ScoreRow]] = field(default_factory=dict)
     cost: Mapping[str, float] = field(default_factory=dict)
+    twins: Mapping[Metric, list[ScoreRow]] = field(default_factory=dict)  # on validation images, at the chosen round
     bound: bool = False  # chosen by test labels: nothing that could be deployed
 
     def scores(self, metric: Metric | str, rule: str = "best-val") -> list[ScoreRow]:
         """The scores of a metric, one for each seed; empty if there are none."""
-        keys = [(rule, full) for full in Metric.parse(metric).full()]
+        keys = [(rule, full) for full in Metric.parse(metric).plain.full()]
         return next((self.values[key] for key in keys if key in self.values), [])
 
     def number(
         self, metric: Metric | str, rule: str = "best-val", part: Part = "client_mean"
     ) -> tuple[float, float] | None:
         """Mean and deviation over seeds of one part of a metric, or None."""
-        numbers = known([getattr(score.summary, part) for score in self.scores(metric, rule)])
+        measure = Metric.parse(metric).name
+        numbers = known([getattr(score.summary_of(measure), part) for score in self.scores(metric, rule)])
         return mean_and_std(numbers) if numbers else None
 
     def broken(self, metric: Metric | str, rule: str = "best-val") -> int:
@@ -55,8 +61,15 @@ class Row:
 
     def paper(self, metric: Metric | str, rule: str = "best-val") -> float | None:
         """The published number for a metric, or None; it does not depend on seeds."""
-        found = self.scores(metric, rule)
+        found = self.scores(metric, rule) if Metric.parse(metric).name == ACCURACY else []
         return None if not found or found[0].paper is None else float(found[0].paper)
+
+    def collapsed(self, metric: Metric | str, rule: str = "best-val") -> list[str]:
+        """Clients to whom (nearly) everything is one class, in any seed."""
+        scores = self.scores(metric, rule)
+        return list(
+            dict.fromkeys(n for score in scores for n, own in score.measured.items() if own.confusion.collapsed)
+        )
 
     def telemetry(self, rule: str = "best-val") -> dict[Metric, dict[str, list[Told]]]:
         """What the adapter told, by metric (without its model) and by what it calls that, one for each seed."""
@@ -67,14 +80,12 @@ class Row:
         }
 
     def accuracies(self, metric: Metric | str, rule: str = "best-val") -> list[dict[str, float]]:
-        """Accuracy in percent by client that was tested, one mapping for each seed."""
-        return [
-            {name: own.accuracy for name, own in score.by_client.items() if own.samples}
-            for score in self.scores(metric, rule)
-        ]
+        """Accuracy (or the metric's own measure) by client that was tested, one mapping for each seed."""
+        measure = Metric.parse(metric).name
+        return [score.values(measure) for score in self.scores(metric, rule)]
 
     def by_client(self, metric: Metric | str, rule: str = "best-val") -> dict[str, float]:
-        """Accuracy in percent of every client that was tested, its mean over the seeds that tested it."""
+        """Accuracy (or another measure) of every client that was tested, its mean over the seeds that tested it."""
         seeds = self.accuracies(metric, rule)
         names = dict.fromkeys(name for score in self.scores(metric, rule) for name in score.by_client)
         tested = {name: [own[name] for own in seeds if name in own] for name in names}
@@ -90,6 +101,7 @@ class Result:
     notes: tuple[str, ...] = ()
     validated: bool = True  # whether any run had validation images to choose a round by
     trouble: tuple[str, ...] = ()  # those of the notes that say what is wrong with numbers
+    measure: str = ACCURACY  # the headline
 
     def metrics(self) -> list[Metric]:
         """The columns of a table: stream and population of every score, those after local training last."""
@@ -137,11 +149,26 @@ class Result:
         >>> Result((), (), validated=False).choice("best-val")
         'the state after the last round'
         """
-        return RULE_TEXT["last" if rule == "best-val" and not self.validated else rule]
+        text = RULE_TEXT["last" if rule == "best-val" and not self.validated else rule]
+        return text.format(measure=MEASURES[self.measure].title)
 
-    def table(self, rule: str = "best-val") -> Table:
-        """Accuracy by method and adapter: the client mean, pooled over samples, and of the worst 10 % of clients."""
-        return tables.accuracy_table(self, rule)
+    def table(self, rule: str = "best-val", measure: str = "") -> Table:
+        """The headline measure (or another one) by method and adapter: client mean, pooled, worst 10 % of clients."""
+        return tables.headline_table(self, rule, measure or self.measure)
+
+    def measures_table(self, rule: str = "best-val") -> Table | None:
+        """All measures side by side, as client means; None if runs are of a version that had accuracy alone."""
+        return tables.measures_table(self, rule)
+
+    def classes_table(self, rule: str = "best-val") -> Table | None:
+        """Recall and precision of every class; None where there are too many, or nothing is known."""
+        return tables.classes_table(self, rule)
+
+    def advice(self, measure: str = "") -> Advice:
+        """What to deploy, by validation images alone; see :mod:`fedshift.results.advice`."""
+        from fedshift.results.advice import advise
+
+        return advise(self, measure or self.measure)
 
     def rules_table(self) -> Table:
         """The client mean under the three selection rules side by side."""
@@ -157,7 +184,7 @@ class Result:
 
 
 FIRST = ("method", "adapter", "adapter-name")  # columns before those of a sweep
-SAID = {"selection", "metric", "adapter", "label", "seed", "by-client"}  # in other columns, or too long for one
+SAID = {"selection", "metric", "adapter", "label", "seed", "by-client", "whole", "measured", "classes"}  # or too long
 
 
 def _columns(row: Row, rule: str, metric: Metric, seed: int, score: ScoreRow) -> dict[str, Any]:
@@ -165,7 +192,8 @@ def _columns(row: Row, rule: str, metric: Metric, seed: int, score: ScoreRow) ->
     measured = {"model": metric.model, "stream": metric.stream, "population": metric.population, "metric": str(metric)}
     numbers = {key: value for key, value in replace(score, unknown={}).to_json().items() if key not in SAID}
     bound = {"bound": True} if row.bound else {}
-    return _joined(named, {"selection": rule}, measured, {"seed": seed}, numbers, row.cost, bound)
+    classes = {"by-class": found} if (found := score.by_class()) else {}
+    return _joined(named, {"selection": rule}, measured, {"seed": seed}, numbers, classes, row.cost, bound)
 
 
 def _joined(*parts: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from fedshift.errors import UserError
+from fedshift.measures.confusion import Confusion
+from fedshift.measures.measurement import MEASURES
 from fedshift.results.cost_table import costs_table
-from fedshift.store.rows import RULES, Metric, Part, known, mean_and_std
+from fedshift.store.rows import RULES, Metric, Part, ScoreRow, known, mean_and_std
 
 if TYPE_CHECKING:
     from fedshift.results.result import Result, Row
 
 BROKEN = "!"  # beside a score whose predictions are not all numbers; a note says how many
+COLLAPSED = "~"  # beside one where some client's predictions are (nearly) all one class; a note says whose
 MOST_COLUMNS = 4  # of streams in the table of selection rules
+MOST_CLASSES = 20  # in a table
+DIGITS = {"loss": 3}  # behind the point; of the others one
 HEADS: dict[Part, str] = {"client_mean": "mean", "pooled": "pooled", "worst10": "worst 10 %"}
 
 
-def accuracy_table(result: Result, rule: str) -> Table:
-    """Accuracy by method and adapter: all of :data:`HEADS` where there is room, or else the client mean."""
+def headline_table(result: Result, rule: str, measure: str) -> Table:
+    """One measure by method and adapter: all of :data:`HEADS` where there is room, or else the client mean."""
     if rule not in RULES:
         raise UserError(f"there is no selection rule {rule!r}; there are: {', '.join(RULES)}")
-    metrics = result.metrics()
+    metrics = [metric._replace(name=measure) for metric in result.metrics()]
     mean: tuple[Part, ...] = ("client_mean",)
     whole: tuple[Part, ...] = tuple(HEADS) if len(metrics) <= 2 else mean
     columns = [(metric, part) for metric in metrics for part in (mean if metric.is_validation else whole)]
     seeds = max((len(row.seeds) for row in result.rows), default=0)
-    title = f"Accuracy in % at {result.choice(rule)}, {seeds} seed{'s' if seeds != 1 else ''}"
+    named = capitalised(MEASURES[measure].title) + ("" if measure == "loss" else " in %")
+    title = f"{named} at {result.choice(rule)}, {seeds} seed{'s' if seeds != 1 else ''}"
     table = Table(title=title, title_justify="left")
     sweep = _sweep(result)
     for column in ("method", "adapter", *sweep):
@@ -47,12 +55,76 @@ def accuracy_table(result: Result, rule: str) -> Table:
                 row.number(metric, rule, part),
                 None if row.bound else best[metric, part],
                 papers[metric][number] if part in mean else None,
-                broken=row.broken(metric, rule) > 0,
+                mark=_mark(row, metric, rule),
+                digits=DIGITS.get(measure, 1),
             )
             for metric, part in columns
         ]
         table.add_row(*_named(row, sweep), *cells, *_cost_cells(row.cost))
     return table
+
+
+def measures_table(result: Result, rule: str) -> Table | None:
+    """All measures side by side, as client means, of every stream if they are few, or else of the mean or the first."""
+    every = [metric for metric in result.metrics() if not metric.is_validation]
+    means = [metric for metric in every if not metric.model and metric.stream == "mean"]
+    metrics = every if len(every) <= 2 else means or every[:1]
+    if not any(
+        row.scores(metric, rule) and row.scores(metric, rule)[0].measures for row in result.rows for metric in every
+    ):
+        return None
+    table = Table(title=f"Other measures in %, means over clients, at {result.choice(rule)}", title_justify="left")
+    sweep = _sweep(result)
+    for column in ("method", "adapter", *sweep, "stream"):
+        table.add_column(column, no_wrap=True)
+    others = [name for name in MEASURES if name != result.measure]
+    for name in others:
+        unit = " (nats)" if name == "loss" else ""
+        table.add_column(f"{MEASURES[name].title}{unit}".replace(" ", "\n"), justify="right")
+    for row in result.rows:
+        for metric in metrics:
+            cells = [
+                _cell(row.number(metric._replace(name=name), rule), None, digits=DIGITS.get(name, 1)) for name in others
+            ]
+            if any(cell != "-" for cell in cells):
+                marked = f"{short_name(metric)} {_mark(row, metric, rule)}".replace("\n", " ").strip()
+                table.add_row(*_named(row, sweep), marked, *cells)
+    return table
+
+
+def classes_table(result: Result, rule: str) -> Table | None:
+    """Recall and precision of every class over all clients' samples and seeds, a line for each row and stream."""
+    found = {
+        (k, metric): _pooled_classes(row.scores(metric, rule))
+        for k, row in enumerate(result.rows)
+        for metric in result.metrics()
+        if not metric.is_validation
+    }
+    names = list(dict.fromkeys(name for classes in found.values() for name in classes))
+    if not names or len(names) > MOST_CLASSES:
+        return None
+    table = Table(title=f"Recall / precision of every class in %, at {result.choice(rule)}", title_justify="left")
+    sweep = _sweep(result)
+    for column in ("method", "adapter", *sweep, "stream"):
+        table.add_column(column, no_wrap=True)
+    for name in names:
+        table.add_column(escape(name), justify="right")
+    for (k, metric), classes in found.items():
+        if classes:
+            stream = short_name(metric).replace("\n", " ")
+            table.add_row(*_named(result.rows[k], sweep), stream, *(classes.get(name, "-") for name in names))
+    return table
+
+
+def _pooled_classes(scores: Sequence[ScoreRow]) -> dict[str, str]:
+    """``recall / precision`` by class, of all seeds together."""
+    measured = [score.whole for score in scores if score.whole is not None]
+    if not measured:
+        return {}
+    count = Confusion.summed(own.confusion for own in measured)
+    shares = zip(count.recall(), count.precision(), strict=True)
+    texts = [" / ".join("-" if math.isnan(share) else f"{100 * share:.0f}" for share in pair) for pair in shares]
+    return dict(zip(scores[0].classes, texts, strict=True))
 
 
 def rules_table(result: Result) -> Table:
@@ -62,7 +134,8 @@ def rules_table(result: Result) -> Table:
     """
     every = result.metrics()
     means = [metric for metric in every if not metric.model and metric.stream == "mean"]
-    metrics = every if len(every) <= MOST_COLUMNS else means or every[:MOST_COLUMNS]
+    few = every if len(every) <= MOST_COLUMNS else means or every[:MOST_COLUMNS]
+    metrics = [metric._replace(name=result.measure) for metric in few]
     shown = {rule for row in result.rows for rule, _ in row.values} - ({"best-val"} if not result.validated else set())
     rules = [rule for rule in RULES if rule in shown]
     table = Table(title="The same client mean under the selection rules", title_justify="left")
@@ -74,9 +147,7 @@ def rules_table(result: Result) -> Table:
             table.add_column(f"{short_name(metric)}\n{rule}", justify="right")
     for row in result.rows:
         cells = [
-            _cell(row.number(metric, rule), None, broken=row.broken(metric, rule) > 0)
-            for metric in metrics
-            for rule in rules
+            _cell(row.number(metric, rule), None, mark=_mark(row, metric, rule)) for metric in metrics for rule in rules
         ]
         table.add_row(*_named(row, sweep), *cells)
     return table
@@ -127,25 +198,45 @@ def _text(value: Any) -> str:
 
 
 def _best(result: Result, metric: Metric, part: Part, rule: str) -> float | None:
-    """The best of several; one with predictions that are not numbers is beaten by any other."""
+    """The best of several; one that is marked is beaten by any other."""
     plain = [row for row in result.rows if not row.bound]
     found = {k: number[0] for k, row in enumerate(plain) if (number := row.number(metric, rule, part)) is not None}
-    fine = [number for k, number in found.items() if not plain[k].broken(metric, rule)]
-    return max(fine) if fine and len(found) > 1 else None
+    fine = [number for k, number in found.items() if not _mark(plain[k], metric, rule)]
+    return (max(fine) if MEASURES[metric.name].higher else min(fine)) if fine and len(found) > 1 else None
+
+
+def _mark(row: Row, metric: Metric, rule: str) -> str:
+    """What is wrong with a score, if anything."""
+    if row.broken(metric, rule):
+        return BROKEN
+    return COLLAPSED if row.collapsed(metric, rule) else ""
 
 
 def _cell(
-    number: tuple[float, float] | None, best: float | None, paper: float | None = None, broken: bool = False
+    number: tuple[float, float] | None,
+    best: float | None,
+    paper: float | None = None,
+    mark: str = "",
+    digits: int = 1,
 ) -> str:
-    """A number, bold if it is the best; one with predictions that are not numbers is marked instead."""
+    """A number, bold if it is the best; one that something is wrong with is marked instead."""
     beside = "" if paper is None else f" [dim]({paper:.2f})[/]"
     if number is None:
         return f"-{beside}"
     mean, deviation = number
-    text = f"{mean:.1f}" + (f" ±{deviation:.1f}" if deviation else "")
-    if broken:
-        return f"{text} {BROKEN}{beside}"
-    return (f"[bold]{text}[/]" if best is not None and mean >= best - 0.05 else text) + beside
+    text = f"{mean:.{digits}f}" + (f" ±{deviation:.{digits}f}" if deviation else "")
+    if mark:
+        return f"{text} {mark}{beside}"
+    return (f"[bold]{text}[/]" if best is not None and abs(mean - best) <= 0.5 * 10**-digits else text) + beside
+
+
+def capitalised(text: str) -> str:
+    """With a large first letter, the others as they are.
+
+    >>> capitalised("balanced accuracy"), capitalised("AUROC")
+    ('Balanced accuracy', 'AUROC')
+    """
+    return text[:1].upper() + text[1:]
 
 
 def _spread(values: Sequence[float | None], digits: int) -> str:

@@ -1,15 +1,139 @@
-"""What is wrong with numbers, in sentences: predictions that are not numbers, and clients whose training diverged."""
+"""What is wrong with numbers, in sentences: what nobody should trust a row for, whatever its accuracy."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from fedshift.measures.confusion import Confusion
+from fedshift.measures.measurement import MEASURES
 from fedshift.results.result import Row
+from fedshift.results.stats import paired_difference
 from fedshift.results.tables import short_name
-from fedshift.store.lines import RoundLine
+from fedshift.store.lines import Evaluation, RoundLine
 
 MOST = 3  # things that a sentence names
+GROWN, HOPELESS = 2.0, 20.0  # a training loss that doubled; a validation loss that no guess has, in nats
+MOST_COMPARED = 60  # rows; beyond, nobody compares them by eye
+BALANCED = "balanced-accuracy"
+FLOOR = "majority"  # the method that every model must beat
+
+
+def alarms(rows: Sequence[Row], measure: str) -> Iterator[str]:
+    """What a table of these rows would hide."""
+    plain = [row for row in rows if not row.bound]
+    for row in (row for row in plain if row.method != FLOOR):  # which is meant to be so
+        yield from collapsed_predictions(row)
+    for row in plain:
+        base = [other for other in plain if _same_model(row, other) and other.adapter == "none"]
+        if base and row.adapter != "none":
+            yield from harmful_adaptation(row, base[0])
+    yield from close_calls(plain, measure)
+
+
+def collapsed_predictions(row: Row) -> Iterator[str]:
+    """Where (nearly) all of a client's predictions are one class, though its images are not."""
+    for metric in (metric for rule, metric in row.values if rule == "best-val"):
+        scores = row.scores(metric)
+        clients = row.collapsed(metric)
+        if not clients:
+            continue
+        counts = [own.confusion for score in scores for name, own in score.measured.items() if name in clients]
+        whole = Confusion.summed(counts)
+        tested = list(dict.fromkeys(name for score in scores for name in score.measured))
+        who = "all clients" if len(clients) == len(tested) else _listed([repr(name) for name in clients])
+        answer = scores[0].classes[whole.top_class]
+        common = (
+            f"{100 * whole.top_share:.0f} % of the predictions are {answer!r}"
+            if _agree(counts)
+            else ("each client's predictions are (nearly) all one class")
+        )
+        stream = short_name(metric).replace("\n", " ")
+        yield (
+            f"{_named(row)} has collapsed on {stream} ({who}): {common}, and the mean recall of classes is "
+            f"{100 * whole.balanced_accuracy:.1f} %"
+        )
+
+
+def _agree(counts: Sequence[Confusion]) -> bool:
+    return len({count.top_class for count in counts}) == 1
+
+
+def harmful_adaptation(row: Row, base: Row) -> Iterator[str]:
+    """Where adaptation lowers balanced accuracy on validation images under the same shift, by more than noise."""
+    lowered = []
+    for metric, twins in row.twins.items():
+        without = base.twins.get(metric, [])
+        pair = [[score.values(BALANCED) for score in scores] for scores in (twins, without)]
+        if not _comparable(*pair):
+            continue
+        found = paired_difference(*pair, seed=0)
+        if found.mean < 0 and not found.noise:
+            lowered.append(f"{short_name(metric)} by {-found.mean:.1f} points".replace("\n", " "))
+    if lowered:
+        yield f"{_named(row)}: adaptation lowers balanced accuracy on validation images: {_listed(lowered)}"
+
+
+def close_calls(rows: Sequence[Row], measure: str) -> Iterator[str]:
+    """Which rows cannot be told from the best one: they differ by less than clients and seeds do."""
+    metrics = [metric for row in rows for rule, metric in row.values if rule == "best-val" and not metric.is_validation]
+    columns = list(dict.fromkeys(metric.column for metric in metrics if metric.model != "after-local"))
+    streams = [metric for metric in columns if metric.stream != "mean"]
+    if not streams or len(rows) > MOST_COMPARED:
+        return
+    metric = streams[0]._replace(name=measure)
+    values = {k: row.accuracies(metric) for k, row in enumerate(rows) if row.number(metric) and not row.broken(metric)}
+    if len(values) < 2:
+        return
+    sign = 1 if MEASURES[measure].higher else -1
+    best = max(values, key=lambda k: sign * _level(values[k]))
+    others = [k for k in values if k != best and _comparable(values[best], values[k])]
+    alike = [k for k in others if paired_difference(values[best], values[k], seed=0).noise]
+    if alike:
+        stream = short_name(metric).replace("\n", " ")
+        them = _listed([_named(rows[k]) for k in alike])
+        yield f"on {stream} the best row ({_named(rows[best])}) cannot be told from {them}: the difference is noise"
+
+
+def _level(values: Sequence[dict[str, float]]) -> float:
+    return sum(math.fsum(own.values()) / max(len(own), 1) for own in values) / len(values)
+
+
+def _comparable(one: Sequence[dict[str, float]], other: Sequence[dict[str, float]]) -> bool:
+    same = len(one) == len(other) and all(a.keys() == b.keys() for a, b in zip(one, other, strict=True))
+    return same and bool(one) and all(one)
+
+
+def _same_model(row: Row, other: Row) -> bool:
+    return (row.method, row.point, row.seeds) == (other.method, other.point, other.seeds)
+
+
+def grown_loss(name: str, rounds: Sequence[RoundLine], evaluations: Sequence[Evaluation]) -> Iterator[str]:
+    """A training loss that grew, or a validation loss worse than any guess: training has diverged without a NaN.
+
+    >>> lines = [RoundLine(1, loss=2.3), RoundLine(2, loss=4.0), RoundLine(3, loss=9.0)]
+    >>> list(grown_loss("fedavg seed 0", lines, []))
+    ['fedavg seed 0: the training loss grew from 2.3 to 9: training has diverged, try a lower [train] lr']
+    """
+    losses = [line.loss for line in rounds if line.loss is not None]
+    if len(losses) > 1:
+        tail = losses[-max(1, len(losses) // 10) :]
+        last = math.fsum(tail) / len(tail)
+        if last > GROWN * abs(losses[0]) + 0.5:
+            yield (
+                f"{name}: the training loss grew from {losses[0]:.3g} to {last:.3g}: training has diverged, try a lower "
+                "[train] lr"
+            )
+            return
+    found = [
+        summary.loss for line in evaluations[-1:] for metric, summary in line.scores.items() if metric.is_validation
+    ]
+    if found and found[0] is not None and found[0] > HOPELESS:
+        yield (
+            f"{name}: the validation loss is {found[0]:.3g} nats, worse than any guess: training has diverged, try a "
+            "lower [train] lr"
+        )
 
 
 def broken_predictions(row: Row) -> Iterator[str]:

@@ -10,18 +10,22 @@ from operator import add
 
 import fedshift
 from fedshift.core.registry import ADAPTERS
-from fedshift.core.tree import Tree
+from fedshift.data.task import Task
 from fedshift.engines.base import Density, Score
 from fedshift.experiment.schema import AdapterSpec, Experiment
 from fedshift.runs.code import code_digest
 from fedshift.runs.deployment import Deployment, Snapshot
 from fedshift.runs.features import lacking, save_features
+from fedshift.runs.keep_predictions import keep_predictions, lacks_predictions
+from fedshift.runs.measuring import measured
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
+from fedshift.runs.served import Served
 from fedshift.runs.session import Session
+from fedshift.runs.twins import has_twin, twin_models, twin_of
 from fedshift.runs.write_artefacts import wanted, write_artefacts
 from fedshift.store.folder import NOTES, artefacts_folder, snapshot_file
-from fedshift.store.rows import ClientScore, Metric, ScoreRow, Told, finite, mean_over, summarise
+from fedshift.store.rows import ClientScore, Metric, ScoreRow, Told, finite, mean_over, summarise, summarise_measures
 from fedshift.store.state import State
 
 
@@ -33,16 +37,20 @@ def score(job: Job, session: Session, say: Reporter) -> None:
     if not lack.models:
         return
     title, waiting, choosers, unsaved, unwritten = job.title, lack.waiting, lack.choosers, lack.unsaved, lack.unwritten
+    untwinned = lack.untwinned if lack.untwinned and has_twin(job, say) else []
     device = session.compute.device
     chosen = {name: job.folder.best(device, name) for name in choosers}
     best = chosen[""]  # of all adapters that did not choose for themselves
     last = [job.folder.last(device)] if waiting else []
     models: dict[int, list[Served]] = {}
+    stand_ins: dict[int, list[Served]] = {}
     for state in (*last, *chosen.values()):
         if state.round not in models:
             say.doing(f"{title}: models of round {state.round}")
             deployment = session.deploy(state)
             models[state.round] = _models(job, session, state, deployment, say)
+            if untwinned:
+                stand_ins[state.round] = twin_models(job, session, deployment)
             for adapter in (name for name, own in chosen.items() if unsaved and own.round == state.round):
                 Snapshot.of(deployment, job.task).save(job.folder.path, adapter)
             for adapter in (name for name in unwritten if chosen[name].round == state.round):
@@ -53,11 +61,21 @@ def score(job: Job, session: Session, say: Reporter) -> None:
     for spec in waiting:
         say.doing(f"{title}: adapter {spec.title}")
         rounds = {"last": last[0].round, "best-val": chosen.get(spec.title, best).round}
-        by_round = {number: _rows(job, session, spec, number, models[number]) for number in set(rounds.values())}
+        by_round = {number: _scored_by(job, session, spec, number, models[number]) for number in set(rounds.values())}
         scored = [
-            replace(row, selection=rule, round=number) for rule, number in rounds.items() for row in by_round[number]
+            replace(row, selection=rule, round=number)
+            for rule, number in rounds.items()
+            for row in _rows(job, spec, job.task, by_round[number])
         ]
+        names = next((row.classes for row in scored if row.classes), ())
+        keep_predictions(job, spec, rounds["best-val"], by_round[rounds["best-val"]], names)
         job.folder.write_scores(spec.title, _completed(scored, spec, job.experiment))
+    for spec in untwinned:
+        say.doing(f"{title}: adapter {spec.title} on validation images")
+        number = chosen.get(spec.title, best).round
+        found = _scored_by(job, session, spec, number, stand_ins[number], twins=True)
+        rows = [replace(row, selection="best-val", round=number) for row in _rows(job, spec, job.twin(), found)]
+        job.folder.write_twins(spec.title, rows)
     if lack.featured:
         say.doing(f"{title}: features")
         own = [served.trees for served in models[best.round] if served.model == job.model]
@@ -75,6 +93,7 @@ class Lack:
     """What the scores of a trained run lack."""
 
     waiting: Sequence[AdapterSpec]  # not scored yet
+    untwinned: Sequence[AdapterSpec]  # not scored on validation images under the streams' shifts yet
     restated: Mapping[str, list[ScoreRow]]  # by adapter: what is only written beside the scores has changed
     choosers: Sequence[str]  # adapters that choose their round for themselves; "" for all others
     featured: bool
@@ -84,19 +103,27 @@ class Lack:
     @property
     def models(self) -> bool:
         """Whether the models are needed."""
-        return bool(self.waiting or self.featured or self.unsaved or self.unwritten)
+        return bool(self.waiting or self.untwinned or self.featured or self.unsaved or self.unwritten)
 
     @staticmethod
     def of(job: Job) -> Lack:
         """Look into the run's folder."""
         stored = job.folder.scores()
         found = {name: rows[0] for name, rows in stored.items() if rows}
-        waiting = [spec for spec in job.setup.spec.adapters if not _scored(spec, found.get(spec.title))]
+        twins = {name: rows[0] for name, rows in job.folder.twins().items() if rows}
+        waiting = [
+            spec
+            for spec in job.setup.spec.adapters
+            if not _scored(spec, found.get(spec.title)) or lacks_predictions(job, spec)
+        ]
+        advised = job.experiment.evaluate.advice and any(len(client.val) for client in job.task.clients)
+        untwinned = [spec for spec in job.setup.spec.adapters if advised and not _scored(spec, twins.get(spec.title))]
         there = [spec for spec in job.setup.spec.adapters if spec not in waiting]
         stated = {spec.title: _completed(stored[spec.title], spec, job.experiment) for spec in there}
         choosers = ["", *(spec.title for spec in job.setup.spec.validated(job.experiment.evaluate))]
         return Lack(
             waiting,
+            untwinned,
             {name: rows for name, rows in stated.items() if rows != stored[name]},
             choosers,
             lacking(job),
@@ -130,28 +157,45 @@ def adapters_of(scores: Mapping[str, Sequence[ScoreRow]]) -> dict[str, AdapterSp
     }
 
 
-def _rows(job: Job, session: Session, spec: AdapterSpec, number: int, offered: Sequence[Served]) -> list[ScoreRow]:
-    """An adapter's scores on every stream; models that were just trained on labels are scored as they are."""
-    adapters, made = job.setup.adapters(spec, session.context(number)), list[ScoreRow]()
-    for served in offered:
-        if served.model == "after-local" and spec.name != "none":
-            continue
-        scores = session.evaluate(adapters, served.trees, list(job.task.streams))
-        made += [
-            replace(
-                _row(served, stream, scores),
-                label=spec.title,
-                adapter=spec.name,
-                options=spec.options(),
-                code=code_digest(ADAPTERS[spec.name].make),
-                setting=asdict(job.task.setting(stream)),
-                seed=job.seed,
-                task_hash=job.task.hash,
-                fedshift=fedshift.__version__,
-            )
-            for stream in job.task.streams
-        ]
-    return made
+def _scored_by(
+    job: Job, session: Session, spec: AdapterSpec, number: int, offered: Sequence[Served], twins: bool = False
+) -> list[tuple[Served, dict[tuple[str, str], Score]]]:
+    """An adapter on every stream (or its twin); models that were just trained on labels are scored as they are."""
+    adapters = job.setup.adapters(spec, session.context(number))
+    plain = [served for served in offered if served.deployable or spec.name == "none"]
+    return [
+        (served, session.evaluate(adapters, served.trees, list(task.streams), task))
+        for served in plain
+        for task in [twin_of(job, served.population) if twins else job.task]
+    ]
+
+
+def _rows(
+    job: Job, spec: AdapterSpec, task: Task, found: Sequence[tuple[Served, Mapping[tuple[str, str], Score]]]
+) -> list[ScoreRow]:
+    return [
+        replace(
+            _row(served, stream, scores),
+            label=spec.title,
+            adapter=spec.name,
+            options=spec.options(),
+            code=code_digest(ADAPTERS[spec.name].make),
+            classes=_class_names(job, scores),
+            setting=asdict(task.setting(stream)),
+            seed=job.seed,
+            task_hash=job.task.hash,
+            fedshift=fedshift.__version__,
+        )
+        for served, scores in found
+        for stream in task.streams
+    ]
+
+
+def _class_names(job: Job, scores: Mapping[tuple[str, str], Score]) -> tuple[str, ...]:
+    """A name for every logit; a network may have more of them than the data have classes."""
+    width = max((score.log_probabilities.shape[1] for score in scores.values()), default=0)
+    names = job.task.classes
+    return (*names, *(f"({k})" for k in range(len(names), width))) if width else ()
 
 
 def _completed(scored: Sequence[ScoreRow], spec: AdapterSpec, experiment: Experiment) -> list[ScoreRow]:
@@ -198,6 +242,10 @@ def _mean_row(rows: Sequence[ScoreRow]) -> ScoreRow:
         rows[0],
         metric=rows[0].metric._replace(stream="mean"),
         summary=mean_over([row.summary for row in rows]),
+        measures={name: mean_over([row.summary_of(name) for row in rows]) for name in rows[0].measures},
+        classes=(),
+        whole=None,
+        measured={},
         by_client={},
         telemetry={},
         setting={},
@@ -232,21 +280,6 @@ def _scored(spec: AdapterSpec, row: ScoreRow | None) -> bool:
     return row is not None and [row.adapter, row.options, row.code] == wanted
 
 
-@dataclass(frozen=True)
-class Served:
-    """Models of a population, ready to be scored."""
-
-    model: str  # global, personal or after-local
-    population: str  # clients or unseen
-    trees: Mapping[str, Tree]
-    published: int = 0  # bytes that clients gave once, at the end
-
-    @property
-    def deployable(self) -> bool:
-        """Whether these are what clients serve with."""
-        return self.model != "after-local"
-
-
 def _models(job: Job, session: Session, state: State, deployment: Deployment, say: Reporter) -> list[Served]:
     """The models that are scored."""
     models = [Served(job.model, "clients", deployment.trained(), deployment.given_bytes)]
@@ -262,10 +295,14 @@ def _models(job: Job, session: Session, state: State, deployment: Deployment, sa
 
 def _row(served: Served, stream: str, scores: Mapping[tuple[str, str], Score]) -> ScoreRow:
     own = {name: score for (name, part), score in scores.items() if part == stream}
+    by_client, whole = measured(own)
     return ScoreRow(
         Metric(served.model, stream, served.population),
         summarise(own),
         given_bytes=served.published,
+        measures={} if whole is None else summarise_measures(by_client, whole),
+        whole=whole,
+        measured=by_client,
         by_client={
             name: ClientScore(score.samples, score.correct, finite(round(score.loss, 4)), score.broken)
             for name, score in own.items()

@@ -34,6 +34,8 @@ def config_of(
     whole = variant.model_dump(
         by_alias=True, exclude={**dict.fromkeys(others, True), "evaluate": {"mean_of", "adapted"}}
     )
+    if whole["evaluate"]["metric"] == "accuracy":  # as all runs were before there was a choice
+        del whole["evaluate"]["metric"]
     arch = {name: fingerprint(m.arch, seed) for name, m in setup.methods.items()}
     method = {key: value for key, value in spec.model_dump(by_alias=True).items() if key != "adapters"}
     facts = {"format": FORMAT, "seed": seed, "task-hash": task.hash, "networks": arch, "sweep-point": dict(point)}

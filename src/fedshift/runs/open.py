@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from fedshift.runs.deployment import Deployment, Snapshot, entries_of, unseen_ph
 from fedshift.runs.evaluate import adapters_of
 from fedshift.runs.identity import FORMAT, check_code, experiment_of, fingerprint
 from fedshift.runs.plan import Job
-from fedshift.runs.setup import Network, Setup, make_setup, make_task, placeholder
+from fedshift.runs.setup import Network, Setup, make_setup, make_task, make_twin, placeholder
 from fedshift.store.folder import RunFolder, find_runs, read_config, title_of
 from fedshift.store.state import State
 
@@ -96,7 +96,8 @@ class OpenRun:
                 f"{path} trained another network than the one its settings make now; pass its network in Python"
             )
         point = dict(self.config.get("sweep-point") or {})
-        return Job(self.experiment, point, setup, task, self.seed, self.folder, self.config)
+        twin = cache(partial(make_twin, self.experiment, self.seed, data))
+        return Job(self.experiment, point, setup, task, self.seed, self.folder, self.config, twin)
 
     def _task(self, wanted: Any, data: Pool | Task | None) -> Task:
         path = self.folder.path

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from fedshift.experiment.schema import Experiment
 from fedshift.runs.identity import config_of
 from fedshift.runs.progress import Reporter
 from fedshift.runs.session import Session
-from fedshift.runs.setup import Network, Setup, make_setup, make_task, with_baselines
+from fedshift.runs.setup import Network, Setup, make_setup, make_task, make_twin, with_baselines
 from fedshift.store.folder import RunFolder
 from fedshift.store.lock import check_free
 
@@ -32,6 +32,7 @@ class Job:
     seed: int
     folder: RunFolder
     config: Mapping[str, Any]
+    twin: Callable[[], Task]  # the same task with validation images in place of test images, made when it is asked for
 
     @property
     def rounds(self) -> int:
@@ -71,6 +72,7 @@ def planned(
         for seed in variant.seeds:
             say.doing(f"preparing data, seed {seed}")
             task = make_task(variant, seed, data)
+            twin = cache(partial(make_twin, variant, seed, data))
             _check_means(variant, task)
             for spec in with_baselines(variant):
                 setup = make_setup(variant, spec, task, network)
@@ -80,7 +82,8 @@ def planned(
                     )
                 setup.method.prepare_task(task)  # a method refuses a task it cannot work on now, not after hours
                 config = config_of(variant, spec, point, seed, task, setup)
-                yield Job(variant, point, setup, task, seed, RunFolder.of(out, name, spec.title, seed, config), config)
+                folder = RunFolder.of(out, name, spec.title, seed, config)
+                yield Job(variant, point, setup, task, seed, folder, config, twin)
 
 
 def _check_means(variant: Experiment, task: Task) -> None:

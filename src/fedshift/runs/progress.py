@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Protocol
@@ -113,8 +114,8 @@ class Terminal:
         self._bar.update(self._task, advance=rounds)
 
     def round(self, run: str, number: int, loss: float, best: float) -> None:
-        """Loss and the best validation accuracy so far."""
-        chosen = "" if best == float("-inf") else f", best val {best:.1f} %"
+        """Loss and the best validation score so far."""
+        chosen = f", best val {best:.1f}" if math.isfinite(best) else ""
         self._bar.update(self._task, description=run, advance=1, detail=f"loss {loss:.3f}{chosen}")
 
     def note(self, text: str) -> None:

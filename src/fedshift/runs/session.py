@@ -186,9 +186,9 @@ class Session:
             given_bytes=sum(float_bytes(gift) for gift in given.values()),
         )
 
-    def unseen(self, deployment: Deployment) -> dict[str, Tree]:
-        """Models of the task's unseen clients; empty if nothing is offered to them."""
-        trees, failed = deployment.admit(self.task, self.engine, self.compute)
+    def unseen(self, deployment: Deployment, task: Task | None = None) -> dict[str, Tree]:
+        """Models of the task's unseen clients (or of another task's); empty if nothing is offered to them."""
+        trees, failed = deployment.admit(self.task if task is None else task, self.engine, self.compute)
         self._say_failed(failed)
         return trees
 
@@ -214,15 +214,20 @@ class Session:
 
     # ---- scores --------------------------------------------------------------------------------------------------------
     def evaluate(
-        self, adapters: Mapping[str, Adapter], deployed: Mapping[str, Tree], parts: Sequence[str]
+        self,
+        adapters: Mapping[str, Adapter],
+        deployed: Mapping[str, Tree],
+        parts: Sequence[str],
+        task: Task | None = None,
     ) -> dict[tuple[str, str], Score]:
-        """Scores by (client, part); ``adapters`` are by architecture."""
+        """Scores by (client, part); ``adapters`` are by architecture. ``task`` has other images of the same clients."""
+        task = self.task if task is None else task
         scores: dict[tuple[str, str], Score] = {}
         for name, adapter in adapters.items():
-            members = {c: tree for c, tree in deployed.items() if self.arch_of(self.task.client(c)) == name}
+            members = {c: tree for c, tree in deployed.items() if self.arch_of(task.client(c)) == name}
             if members:
-                ready = {c: self.prepared(adapter, tree, self.task.client(c)) for c, tree in members.items()}
-                scores |= self.engine.evaluate(adapter, ready, self.task, parts, rng.seed_of(self.seed, "adapter"))
+                ready = {c: self.prepared(adapter, tree, task.client(c)) for c, tree in members.items()}
+                scores |= self.engine.evaluate(adapter, ready, task, parts, rng.seed_of(self.seed, "adapter"))
         return scores
 
     def prepared(self, adapter: Adapter, tree: Tree, client: Client) -> Tree:

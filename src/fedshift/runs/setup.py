@@ -25,7 +25,7 @@ from fedshift.data.concept import Rotation
 from fedshift.data.partition import PARTITIONS
 from fedshift.data.pool import Pool
 from fedshift.data.sources import load
-from fedshift.data.streams import STREAMS
+from fedshift.data.streams import STREAMS, Original, StreamKind, twins_of
 from fedshift.data.task import Splitting, Task, build, task_hash
 from fedshift.engines.base import Compute
 from fedshift.errors import UserError
@@ -51,6 +51,52 @@ def make_task(experiment: Experiment, seed: int, data: Pool | Task | None = None
     """
     if isinstance(data, Task):
         return replace(data, hash=task_hash(data))
+    streams = _streams(experiment)
+    return _built(experiment, with_options(Splitting, "[split]", experiment.split), streams, seed, data)
+
+
+def make_twin(experiment: Experiment, seed: int, data: Pool | Task | None = None) -> Task:
+    """The task with validation images in place of all test images, under the same shifts as far as they can be.
+
+    What is chosen by it is chosen without a test label. Raises a UserError if a client has no validation images.
+
+    >>> task, twin = make_task(Experiment(), 0), make_twin(Experiment(), 0)
+    >>> bool((twin.streams["original"].index["pen"].sort().values == task.client("pen").val).all())
+    True
+    """
+    if isinstance(data, Task):
+        return _shown_validation(data)
+    splitting = with_options(Splitting, "[split]", {**experiment.split, "tune": True})
+    return _built(experiment, splitting, twins_of(_streams(experiment)), seed, data)
+
+
+def _shown_validation(task: Task) -> Task:
+    """Of a task of the user's own only plain streams can be made again."""
+    for client in task.clients:
+        if not len(client.val):
+            raise UserError(f"client {client.name!r} has no validation images")
+    plain = [stream for stream in task.streams.values() if stream.kind == Original.kind]
+    index = {client.name: client.val for client in task.clients}
+    return replace(
+        task,
+        clients=tuple(replace(client, test=client.val) for client in task.clients),
+        unseen=(),
+        streams={stream.name: replace(stream, index=index) for stream in plain},
+    )
+
+
+def _streams(experiment: Experiment) -> dict[str, StreamKind]:
+    return {
+        stream.name: with_options(
+            _found(STREAMS, "stream kind", stream.kind), f"stream {stream.name!r}", stream.options()
+        )
+        for stream in experiment.stream
+    }
+
+
+def _built(
+    experiment: Experiment, splitting: Splitting, streams: Mapping[str, StreamKind], seed: int, data: Pool | None
+) -> Task:
     spec = experiment.data
     cache = cache_folder()
     partition = with_options(
@@ -58,13 +104,6 @@ def make_task(experiment: Experiment, seed: int, data: Pool | Task | None = None
         f"partition {experiment.partition.kind!r}",
         experiment.partition.options(),
     )
-    streams = {
-        stream.name: with_options(
-            _found(STREAMS, "stream kind", stream.kind), f"stream {stream.name!r}", stream.options()
-        )
-        for stream in experiment.stream
-    }
-    splitting = with_options(Splitting, "[split]", experiment.split)
     rotation = with_options(Rotation, "[rotation]", experiment.rotation)
     data_seed = seed if spec.seed is None else spec.seed
     pool = data if data is not None else load(spec.source, spec.columns or None, spec.size, spec.channels, cache)
@@ -175,7 +214,7 @@ def make_arch(
 def with_baselines(experiment: Experiment) -> list[MethodSpec]:
     """The experiment's methods, and before them the rows that are always there."""
     present = {spec.name for spec in experiment.method}
-    wanted = [] if not experiment.baselines or len(experiment.models) > 1 else ["local", "finetune"]
+    wanted = [] if not experiment.baselines or len(experiment.models) > 1 else ["majority", "local", "finetune"]
     return [*(MethodSpec(name=name) for name in wanted if name not in present), *experiment.method]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -15,12 +16,14 @@ from fedshift.core.tree import Tree
 from fedshift.engines.base import Compute, Engine
 from fedshift.engines.vmapped import Vmapped
 from fedshift.engines.vmapped.multi_seed import Together, share_images
+from fedshift.measures.measurement import MEASURES
+from fedshift.runs.measuring import choosing
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
 from fedshift.runs.session import RoundReport, Session, step_together
-from fedshift.store.folder import Progress
+from fedshift.store.folder import Progress, Reached
 from fedshift.store.lines import Adapted, Evaluation, RoundLine
-from fedshift.store.rows import VALIDATION, Metric, Summary, finite, summarise
+from fedshift.store.rows import ACCURACY, VALIDATION, Metric, Summary, finite, summarise
 from fedshift.store.state import State
 from fedshift.store.toml import toml_text
 
@@ -132,7 +135,7 @@ def _advanced(training: Training, state: State, report: RoundReport, say: Report
         progress = _validate(job, training.session, state, progress)
     if _due(state.round, variant.checkpoint_every, job.rounds):
         folder.checkpoint(state, progress)
-    say.round(job.title, state.round, report.loss, progress.best)
+    say.round(job.title, state.round, report.loss, abs(progress.best.value))
     diverged = training.diverged | frozenset(report.diverged)
     return replace(training, state=state, progress=progress, diverged=diverged)
 
@@ -187,16 +190,21 @@ def _validate(job: Job, session: Session, state: State, progress: Progress) -> P
     started = time.perf_counter()
     deployed = session.deploy(state).trained()
     scores = session.evaluate(job.setup.plain, deployed, parts)
-    summaries = {part: summarise({name: score for (name, p), score in scores.items() if p == part}) for part in parts}
-    found = {Metric(job.model, part): summary for part, summary in summaries.items()}
+    by_part = {part: {name: score for (name, p), score in scores.items() if p == part} for part in parts}
+    measure = job.experiment.evaluate.metric
+    found = {
+        Metric(job.model, part, name=name): summary
+        for part, own in by_part.items()
+        for name, summary in {ACCURACY: summarise(own), measure: choosing(own, measure)}.items()
+    }
     job.folder.log(Evaluation(state.round, found, round(time.perf_counter() - started, 4)))
-    accuracy = _reached(summaries[VALIDATION])
+    reached = _reached(found[Metric(job.model, VALIDATION, name=measure)], measure)
     progress = replace(progress, lines=progress.lines + 1)
     if state.round < job.chosen_from:
         return progress
-    if accuracy is not None and accuracy > progress.best:  # there is none without validation data
+    if reached is not None and reached.beats(progress.best):  # there is none without validation data
         job.folder.save_best(state)
-        progress = replace(progress, best=accuracy, best_round=state.round)
+        progress = replace(progress, best=reached, best_round=state.round)
     return _validate_adapted(job, session, state, deployed, progress)
 
 
@@ -207,16 +215,20 @@ def _validate_adapted(
     for spec in job.setup.spec.validated(job.experiment.evaluate):
         started = time.perf_counter()
         scores = session.evaluate(job.setup.adapters(spec, session.context(state.round)), deployed, [VALIDATION])
-        reached = summarise({name: score for (name, _), score in scores.items()})
-        job.folder.log(Adapted(state.round, spec.title, reached, round(time.perf_counter() - started, 4)))
+        own = {name: score for (name, _), score in scores.items()}
+        job.folder.log(Adapted(state.round, spec.title, summarise(own), round(time.perf_counter() - started, 4)))
         progress = replace(progress, lines=progress.lines + 1)
-        accuracy = _reached(reached)
-        if accuracy is not None and accuracy > progress.adapted.get(spec.title, float("-inf")):
+        measure = job.experiment.evaluate.metric
+        reached = _reached(choosing(own, measure), measure)
+        if reached is not None and reached.beats(progress.adapted.get(spec.title, Reached())):
             job.folder.save_best(state, spec.title)
-            progress = replace(progress, adapted={**progress.adapted, spec.title: accuracy})
+            progress = replace(progress, adapted={**progress.adapted, spec.title: reached})
     return progress
 
 
-def _reached(validation: Summary) -> float | None:
-    """The accuracy a round is chosen by; a state whose predictions are not numbers is never the best one."""
-    return None if validation.broken else validation.pooled
+def _reached(validation: Summary, measure: str) -> Reached | None:
+    """What a round is chosen by; a state whose predictions are not numbers is never the best one."""
+    if validation.broken or validation.pooled is None:
+        return None
+    sign = 1 if MEASURES[measure].higher else -1
+    return Reached(sign * validation.pooled, math.inf if validation.loss is None else validation.loss)

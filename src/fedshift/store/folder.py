@@ -2,7 +2,8 @@
 
 ``config.toml`` says what it is, ``metrics.jsonl`` has a line for every round and evaluation, ``ckpt-*.safetensors`` is
 the newest state, ``best.safetensors`` the state that was best on validation (``best/*.safetensors`` those that were after
-an adapter's own adaptation), ``adapters/*.jsonl`` the scores, and ``done`` appears last. ``costs.json`` is the cost
+an adapter's own adaptation), ``adapters/*.jsonl`` the scores, ``twins/*.jsonl`` those on validation images under the same
+shifts, ``predictions/*.parquet`` the probabilities they are of, and ``done`` appears last. ``costs.json`` is the cost
 ledger; ``notes.txt`` says why numbers differ from a paper's; ``features.safetensors`` has features of some test images,
 if they were asked for; ``snapshot.safetensors`` is what unseen clients are served from.
 """
@@ -19,7 +20,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -38,14 +39,29 @@ OLD_SNAPSHOT = ("welcome.safetensors", "welcome/{}.safetensors")  # as older ver
 CHECKPOINT = "ckpt-{:06d}.safetensors"
 
 
+class Reached(NamedTuple):
+    """What a state reached on validation images; of two that reached the same the one with the lower loss is better.
+
+    >>> Reached(80.0, 0.5).beats(Reached(80.0, 0.6)), Reached(70.0, 0.1).beats(Reached(80.0, 0.6))
+    (True, False)
+    """
+
+    value: float = -math.inf  # of the measure that rounds are chosen by; more is better
+    loss: float = math.inf
+
+    def beats(self, other: Reached) -> bool:
+        """Whether it is better; what is no better is not."""
+        return (self.value, -self.loss) > (other.value, -other.loss)
+
+
 @dataclass(frozen=True)
 class Progress:
     """What a checkpoint knows beside the state."""
 
     lines: int = 0  # of metrics.jsonl
-    best: float = float("-inf")  # validation accuracy
+    best: Reached = field(default_factory=Reached)
     best_round: int = -1
-    adapted: Mapping[str, float] = field(default_factory=dict)  # by adapter: validation accuracy after its adaptation
+    adapted: Mapping[str, Reached] = field(default_factory=dict)  # by adapter: after its own adaptation
 
 
 @dataclass(frozen=True)
@@ -74,8 +90,12 @@ class RunFolder:
         (self.path / "adapters").mkdir(parents=True, exist_ok=True)
         files = (self.path / name for name in ("best.safetensors", COSTS, FEATURES, SNAPSHOT))
         by_adapter = (
-            self.path.glob(names) for names in ("adapters/*.jsonl", "best/*.safetensors", "snapshots/*.safetensors")
-        )
+            self.path.glob(names)
+            for names in (
+                "adapters/*.jsonl", "twins/*.jsonl", "predictions/*.parquet", "best/*.safetensors",
+                "snapshots/*.safetensors",
+            )
+        )  # fmt: skip
         for old in (*self.checkpoints(), *files, *itertools.chain(*by_adapter)):
             old.unlink(missing_ok=True)
         for folder in self.path.glob("artefacts*"):
@@ -90,9 +110,9 @@ class RunFolder:
         facts = {
             "round": state.round,
             "lines": progress.lines,
-            "best": None if progress.best == float("-inf") else progress.best,
+            "best": _stored(progress.best),
             "best_round": progress.best_round,
-            "adapted": dict(progress.adapted),
+            "adapted": {name: _stored(reached) for name, reached in progress.adapted.items()},
         }
         save(target, state.trees(), facts)
         for path in older:
@@ -108,12 +128,12 @@ class RunFolder:
     def restore(self, device: torch.device) -> tuple[State, Progress]:
         """The newest checkpoint; lines written after it are cut off, because those rounds will be run again."""
         trees, facts = load(self.checkpoints()[-1])
-        best = facts["best"]
+        adapted = cast(dict[str, Any], facts.get("adapted", {}))
         progress = Progress(
             lines=cast(int, facts["lines"]),
-            best=float("-inf") if best is None else cast(float, best),
+            best=_reached(facts["best"]),
             best_round=cast(int, facts["best_round"]),
-            adapted=cast(dict[str, float], facts.get("adapted", {})),
+            adapted={name: _reached(stored) for name, stored in adapted.items()},
         )
         lines = (self.path / "metrics.jsonl").read_text().splitlines(keepends=True)
         self.write("metrics.jsonl", "".join(lines[: progress.lines]))
@@ -166,11 +186,35 @@ class RunFolder:
         """All scores of one adapter, by its label."""
         self.write(f"adapters/{label}.jsonl", "".join(_json(row.to_json()) + "\n" for row in rows))
 
+    def write_twins(self, label: str, rows: Iterable[ScoreRow]) -> None:
+        """Scores of one adapter on validation images under the streams' shifts."""
+        self.write(f"twins/{label}.jsonl", "".join(_json(row.to_json()) + "\n" for row in rows))
+
+    def twins(self) -> dict[str, list[ScoreRow]]:
+        """Scores on validation images under the streams' shifts, by the adapter's label."""
+        return self._rows_of("twins")
+
     def scores(self) -> dict[str, list[ScoreRow]]:
         """Scores by the adapter's label."""
-        files = sorted((self.path / "adapters").glob("*.jsonl"))
+        return self._rows_of("adapters")
+
+    def _rows_of(self, folder: str) -> dict[str, list[ScoreRow]]:
+        files = sorted((self.path / folder).glob("*.jsonl"))
         read = {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
         return {label: [ScoreRow.of(row, label) for row in rows] for label, rows in read.items()}
+
+
+def _stored(reached: Reached) -> list[float | None] | None:
+    """For JSON, which knows no infinity."""
+    return None if reached == Reached() else [reached.value, reached.loss if math.isfinite(reached.loss) else None]
+
+
+def _reached(stored: Any) -> Reached:
+    """From a checkpoint; older versions kept the accuracy alone."""
+    if stored is None:
+        return Reached()
+    value, loss = stored if isinstance(stored, list) else (stored, None)
+    return Reached(float(value), math.inf if loss is None else float(loss))
 
 
 def artefacts_folder(adapter: str) -> str:

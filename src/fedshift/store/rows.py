@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+from fedshift.measures.measurement import MEASURES, Measurement
 
 MODELS = ("global", "personal", "after-local")
 POPULATIONS = ("clients", "unseen")
@@ -63,6 +65,11 @@ class Metric(NamedTuple):
         return self.stream == VALIDATION
 
     @property
+    def plain(self) -> Metric:
+        """What was predicted, whatever is measured of it."""
+        return self._replace(name=ACCURACY)
+
+    @property
     def column(self) -> Metric:
         """The column of a table it belongs to: the model's name is left out, unless it was trained on after the rounds."""
         return self if self.model == "after-local" else self._replace(model="")
@@ -74,7 +81,7 @@ class Metric(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """Accuracies in percent, loss in nats; None where there is no number.
+    """Accuracies (or another measure) in percent, loss in nats; None where there is no number.
 
     >>> Summary.of({"avg": 70.0, "all": 60.0, "worst": 50.0, "clients": 2})  # as version 0.1 wrote it
     Summary(client_mean=70.0, pooled=60.0, std=None, worst10=50.0, loss=None, clients=2, broken=0)
@@ -164,6 +171,10 @@ class ScoreRow:
     options: Mapping[str, Any] = field(default_factory=dict)
     code: str | None = None  # digest of the adapter's source, if it is a user's own
     given_bytes: int | None = None  # by all clients, once, at the end
+    measures: Mapping[str, Summary] = field(default_factory=dict)  # the other measures, by name
+    classes: tuple[str, ...] = ()  # their names, in the order of confusion counts
+    whole: Measurement | None = None  # of all clients' samples together
+    measured: Mapping[str, Measurement] = field(default_factory=dict)  # by client
     by_client: Mapping[str, ClientScore] = field(default_factory=dict)
     telemetry: Mapping[str, Told] = field(default_factory=dict)
     setting: Mapping[str, Any] = field(default_factory=dict)  # how the stream is shown
@@ -175,6 +186,28 @@ class ScoreRow:
     family: str = ""
     of_streams: tuple[str, ...] = ()  # whose mean it is
     unknown: Mapping[str, Any] = field(default_factory=dict)  # of a newer version, kept as it is
+
+    def summary_of(self, measure: str) -> Summary:
+        """The numbers of one measure; none where it was not measured."""
+        return self.summary if measure == ACCURACY else self.measures.get(measure, Summary())
+
+    def by_class(self) -> dict[str, dict[str, float | None]]:
+        """Recall and precision of every class in percent, and how many samples it has, over all clients' samples."""
+        if self.whole is None:
+            return {}
+        count = self.whole.confusion
+        rows = zip(self.classes, count.recall(), count.precision(), count.support.tolist(), strict=True)
+        return {
+            name: {"recall": finite(100 * recall), "precision": finite(100 * precision), "samples": samples}
+            for name, recall, precision, samples in rows
+        }
+
+    def values(self, measure: str = ACCURACY) -> dict[str, float]:
+        """One measure of every client that was tested, as far as it has one."""
+        if measure == ACCURACY:
+            return {name: own.accuracy for name, own in self.by_client.items() if own.samples}
+        found = {name: own.value(measure) for name, own in self.measured.items()}
+        return {name: value for name, value in found.items() if value is not None}
 
     def to_json(self) -> dict[str, Any]:
         """As a file holds it; what is not known is left out."""
@@ -189,6 +222,10 @@ class ScoreRow:
             "metric": str(self.metric),
             **self.summary.to_json(),
             "given-bytes": self.given_bytes,
+            "measures": {name: summary.to_json() for name, summary in self.measures.items()} or None,
+            "classes": list(self.classes) or None,
+            "whole": None if self.whole is None else self.whole.to_json(),
+            "measured": {name: own.to_json() for name, own in self.measured.items()} or None,
             "by-client": {name: score.to_json() for name, score in self.by_client.items()} or None,
             "telemetry": told or None,
             "setting": dict(self.setting) or None,
@@ -217,6 +254,13 @@ class ScoreRow:
             options=stored.get("options", {}),
             code=stored.get("code"),
             given_bytes=stored.get("given-bytes", stored.get("published-bytes")),
+            measures={name: Summary.of(own) for name, own in stored.get("measures", {}).items()},
+            classes=tuple(stored.get("classes", ())),
+            whole=Measurement.of_json(stored["whole"], len(stored["classes"])) if "whole" in stored else None,
+            measured={
+                name: Measurement.of_json(own, len(stored["classes"]))
+                for name, own in stored.get("measured", {}).items()
+            },
             by_client={name: ClientScore(*score) for name, score in stored.get("by-client", {}).items()},
             telemetry={name: Told.of(told) for name, told in stored.get("telemetry", {}).items()},
             setting=stored.get("setting", {}),
@@ -233,8 +277,8 @@ class ScoreRow:
 
 KNOWN = {
     *SUMMARY_KEYS.values(), *OLD_KEYS.values(), BROKEN, "metric", "selection", "round", "label", "adapter", "options",
-    "code", "given-bytes", "by-client", "telemetry", "setting", "seed", "task-hash", "fedshift", "paper", "paper-validation",
-    "family", "of",
+    "code", "given-bytes", "measures", "classes", "whole", "measured", "by-client", "telemetry", "setting", "seed",
+    "task-hash", "fedshift", "paper", "paper-validation", "family", "of",
 }  # fmt: skip
 
 
@@ -267,19 +311,45 @@ def summarise(scores: Mapping[str, Counted]) -> Summary:
     present = [score for score in scores.values() if score.samples]
     if not present:
         return Summary()
-    accuracies = sorted(100 * (score.correct / score.samples) for score in present)
-    mean = math.fsum(accuracies) / len(accuracies)
-    worst = accuracies[: max(1, len(accuracies) // 10)]
+    accuracies = [100 * (score.correct / score.samples) for score in present]
     samples = sum(score.samples for score in present)
     losses = known([score.loss for score in present])
+    return replace(
+        summarise_values(accuracies, 100 * sum(score.correct for score in present) / samples, higher=True),
+        loss=None if losses is None else finite(math.fsum(losses) / samples),
+        broken=sum(score.broken for score in present),
+    )
+
+
+def summarise_measures(measured: Mapping[str, Measurement], whole: Measurement) -> dict[str, Summary]:
+    """All measures but accuracy, over the clients that have them; ``whole`` is of their samples together.
+
+    >>> from fedshift.measures.confusion import Confusion
+    >>> one = Measurement(Confusion(2, ((0, 0, 3), (1, 0, 1))), (None,) * 5)
+    >>> summarise_measures({"a": one}, one)["balanced-accuracy"].client_mean
+    50.0
+    """
+    loss, made = whole.value("loss"), dict[str, Summary]()
+    for name in (name for name in MEASURES if name != ACCURACY):
+        found = [value for own in measured.values() if (value := own.value(name)) is not None]
+        if found:
+            made[name] = replace(summarise_values(found, whole.value(name), MEASURES[name].higher), loss=loss)
+    return made
+
+
+def summarise_values(values: Sequence[float], pooled: float | None, higher: bool) -> Summary:
+    """Of a measure that every client has a value of, and all samples together another."""
+    if not values:
+        return Summary()
+    ranked = sorted(values, reverse=not higher)
+    mean = math.fsum(ranked) / len(ranked)
+    worst = ranked[: max(1, len(ranked) // 10)]
     return Summary(
         client_mean=mean,
-        pooled=100 * sum(score.correct for score in present) / samples,
-        std=math.sqrt(math.fsum((a - mean) ** 2 for a in accuracies) / len(accuracies)),
+        pooled=pooled,
+        std=math.sqrt(math.fsum((value - mean) ** 2 for value in ranked) / len(ranked)),
         worst10=math.fsum(worst) / len(worst),
-        loss=None if losses is None else finite(math.fsum(losses) / samples),
-        clients=len(present),
-        broken=sum(score.broken for score in present),
+        clients=len(ranked),
     )
 
 
@@ -288,7 +358,6 @@ def mean_over(streams: Sequence[Summary]) -> Summary:
 
     A part that one of them has no number for is None.
 
-    >>> from dataclasses import replace
     >>> low = Summary(60.0, 50.0, 1.0, 40.0, 1.0, clients=5)
     >>> mean_over([low, replace(low, client_mean=80.0)]).client_mean
     70.0

@@ -90,6 +90,7 @@ def _together(
     correct, broken = (torch.zeros(len(lanes), dtype=torch.int64, device=compute.device) for _ in range(2))
     loss = torch.zeros(len(lanes), dtype=torch.float64, device=compute.device)
     told: dict[str, list[list[Tensor]]] = {name: [[] for _ in lanes] for name in adapter.telemetry}
+    logits: list[list[Tensor]] = [[] for _ in lanes]
     taken = [0] * len(lanes)
     for _, members in joint_steps([[len(piece) for piece in lane.pieces] for lane in lanes]):
         index = torch.stack([lanes[k].pieces[taken[k]] for k in members])
@@ -110,6 +111,8 @@ def _together(
         for name, lists in told.items():
             for k, values in zip(members, output.aux[name], strict=True):
                 lists[k].append(values)
+        for k, own_logits in zip(members, output.logits.unbind(), strict=True):
+            logits[k].append(own_logits)
         state = moved if everyone else map_tree(lambda a, b, rows=rows: a.index_copy(0, rows, b), state, moved)
         for k in members:
             taken[k] += 1
@@ -120,6 +123,8 @@ def _together(
             float(loss[k]),
             {name: Density.of(torch.cat(lists[k])) for name, lists in told.items()},
             int(broken[k]),
+            torch.cat(logits[k]).log_softmax(-1).float().cpu(),
+            labels[lane.samples.index].cpu(),
         )
         for k, lane in enumerate(lanes)
     }

@@ -1,0 +1,1 @@
+"""What predictions are worth: measures of them, exact or from counts that may travel, and how sure they are."""

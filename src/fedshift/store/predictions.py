@@ -1,0 +1,104 @@
+"""Probabilities of every test image, a Parquet file for each adapter: ``predictions/LABEL.parquet``.
+
+One line for each image of each stream: which model, stream, population and client, the image's id, its group (patient)
+and attributes (scanner, sex) if the data have such, its class, and ``log-probability of CLASS`` for every class.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from fedshift.errors import UserError
+from fedshift.measures.predictions import Floats, Integers, Predictions
+from fedshift.store.rows import Metric
+
+PROBABILITY = "log-probability of "
+ATTRIBUTE = "attribute "
+WHERE = ("model", "stream", "population", "client")
+
+
+@dataclass(frozen=True, eq=False)
+class ClientPredictions:
+    """One client's predictions along one stream."""
+
+    metric: Metric
+    client: str
+    ids: Integers  # of images
+    groups: Integers  # which images belong together; an image's own id where nothing is known
+    predictions: Predictions
+    attributes: Mapping[str, Sequence[str]]  # by name of a column, a value for each image
+
+
+def predictions_file(folder: Path, label: str) -> Path:
+    """Where an adapter's are."""
+    return folder / "predictions" / f"{label}.parquet"
+
+
+def packed(number: int, parts: Sequence[ClientPredictions], classes: Sequence[str]) -> bytes:
+    """The file of all of these, which are of one round; ``classes`` has a name for every logit."""
+    names = [*classes]
+    columns: dict[str, Any] = {}
+    for k, key in enumerate(WHERE):
+        values = [(*part.metric[:3], part.client)[k] for part in parts]
+        lengths = [len(part.ids) for part in parts]
+        columns[key] = pa.array(np.repeat(np.array(values, dtype=object), lengths), pa.string()).dictionary_encode()
+    columns["image"] = np.concatenate([part.ids for part in parts])
+    columns["group"] = np.concatenate([part.groups for part in parts])
+    for name in dict.fromkeys(name for part in parts for name in part.attributes):
+        values = [value for part in parts for value in part.attributes.get(name, [""] * len(part.ids))]
+        columns[ATTRIBUTE + name] = pa.array(values, pa.string()).dictionary_encode()
+    labels = np.concatenate([part.predictions.labels for part in parts])
+    columns["class"] = pa.array(np.array(names, dtype=object)[labels], pa.string()).dictionary_encode()
+    logs = np.concatenate([part.predictions.log_probabilities for part in parts])
+    columns |= {PROBABILITY + name: logs[:, k] for k, name in enumerate(names)}
+    table = pa.table(columns).replace_schema_metadata({"round": str(number)})
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer, compression="zstd")
+    return buffer.getvalue()
+
+
+def read_predictions(folder: Path, label: str) -> list[ClientPredictions]:
+    """All that is kept of an adapter."""
+    path = predictions_file(folder, label)
+    if not path.is_file():
+        raise UserError(
+            f"{folder} keeps no predictions of adapter {label!r}: repeat its fedshift run with "
+            "-c evaluate.predictions=true to add them, finished rounds are not run again"
+        )
+    try:
+        table = pq.read_table(path)
+        return list(_parts(table))
+    except (OSError, pa.ArrowException, LookupError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}); delete it and repeat the run to make it again") from None
+
+
+def _parts(table: Any) -> Sequence[ClientPredictions]:
+    names = [name.removeprefix(PROBABILITY) for name in table.column_names if name.startswith(PROBABILITY)]
+    attributes = [name for name in table.column_names if name.startswith(ATTRIBUTE)]
+    logs: Floats = np.stack([table[PROBABILITY + name].to_numpy() for name in names], 1)
+    labels = pc.index_in(table["class"].cast(pa.string()), pa.array(names)).to_numpy().astype(np.int64)
+    where = [table[key].cast(pa.string()).to_pylist() for key in WHERE]
+    ids, groups = table["image"].to_numpy(), table["group"].to_numpy()
+    values = {name.removeprefix(ATTRIBUTE): table[name].cast(pa.string()).to_pylist() for name in attributes}
+    keys = list(zip(*where, strict=True))
+    starts = [k for k in range(len(keys)) if k == 0 or keys[k] != keys[k - 1]]
+    return [
+        ClientPredictions(
+            Metric(*keys[start][:3]),
+            keys[start][3],
+            ids[start:end],
+            groups[start:end],
+            Predictions(logs[start:end], labels[start:end]),
+            {name: column[start:end] for name, column in values.items()},
+        )
+        for start, end in zip(starts, [*starts[1:], len(keys)], strict=True)
+    ]
