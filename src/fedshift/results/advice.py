@@ -213,13 +213,12 @@ def _reasons(
         said.append(f"Its adapter gains {_interval(best.gain)} over none.")
     elif adapted:
         noise = [c for c in adapted if not c.against]
-        worse = [c for c in adapted if c.against]
         if noise:
-            said.append(
-                f"No adapter: what {_named([c.adapter for c in noise])} gains is noise "
-                f"({_interval(noise[0].gain) if noise[0].gain else 'nothing'})."
-            )
-        said += [f"Not adapter {c.adapter}: {'; '.join(c.against)}." for c in worse]
+            gains = _named([f"{c.adapter} {_interval(c.gain)}" for c in noise])
+            said.append(f"No adapter: what one gains is noise ({gains}).")
+    refused = [c for c in candidates if c.against and c.adapter != "none"]
+    if refused:
+        said.append("Refused: " + _named([f"{c.title} ({'; '.join(c.against)})" for c in refused]) + ".")
     rivals = [c for c in candidates if c is not best and not c.against and c.behind is not None]
     alike = [c for c in rivals if c.behind is not None and c.behind.noise and c not in own]
     if alike:
