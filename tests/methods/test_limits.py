@@ -199,7 +199,7 @@ def test_counters_stay_integers(method: str) -> None:
     ]
     assert len(found) >= 2
     assert all(leaf.dtype == torch.int64 and leaf.shape == () for leaf in found)
-    assert max(map(int, found)) > 0
+    assert max(map(int, found)) > 0 or method == "majority"  # which trains nothing
 
 
 def test_counters_are_counted_and_never_averaged() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 from dataclasses import replace
@@ -115,7 +116,7 @@ def test_an_adapter_that_breaks_is_named_everywhere(
     assert [row.broken("original/clients", "last") for row in (broken.rows[0], fine, bound)] == [0, 0, 0]
     assert cells(broken, "original")[2].endswith(" !")
     assert "bold" not in cells(broken, "original")[2]
-    (note,) = broken.trouble
+    (note,) = [note for note in broken.trouble if "are not numbers" in note]
     samples = sum(own.samples for own in bad.scores("original/clients")[0].by_client.values())
     assert note.startswith(
         f"fedavg with adapter lr 1e+30: {bad.broken('original/clients')} of {samples} predictions on original"
@@ -203,7 +204,7 @@ def test_inspect_notes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert result.trouble
     for note in result.trouble:
         assert note in said
-        assert note in page
+        assert html.escape(note, quote=True).replace("&#x27;", "&#39;") in page
 
 
 def test_a_client_that_mostly_diverges_is_named(tmp_path: Path) -> None:
@@ -217,7 +218,7 @@ def test_a_client_that_mostly_diverges_is_named(tmp_path: Path) -> None:
         )
     )
     assert list(SIZES)[2] == "east"
-    (note,) = collect([folder]).trouble
+    (note,) = [note for note in collect([folder]).trouble if "diverged" in note]
     assert (
         note
         == "fedavg seed 0: client 'east' diverged in more than half of its rounds (2 of 3), its updates were left out"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -194,7 +195,7 @@ def test_every_method_is_counted_without_computing(method: str) -> None:
     fed = session_of(method, task=task, model={"name": "cnn", "width": 2, "hidden": 6, "norm": True})
     meta, real = (_with_flops(Costs(), fed, 3, Compute(torch.device(device))) for device in ("meta", "cpu"))
     assert meta.flops_round is not None
-    assert meta.flops_round > 0
+    assert (meta.flops_round > 0) == (method != "majority")  # which trains nothing
     assert (meta.steps, meta.flops_round, meta.flops_end) == (real.steps, real.flops_round, real.flops_end)
     assert meta.flops_server == real.flops_server
     assert meta.flops_server is not None
@@ -251,7 +252,7 @@ def test_what_cannot_be_counted_leaves_an_empty_cell_and_a_note(tmp_path: Path) 
     assert not {"flops-step", "flops-round", "memory-step"} & set(row.cost)
     assert (row.cost["parameters"], row.cost["bytes-up"]) == (192 * 6 + 6 + 6 * 4 + 4, 4 * (192 * 6 + 6 + 6 * 4 + 4))
     reason = "FLOPs and memory of a step could not be counted (ValueError: not while [you] watch)"
-    assert result.notes == (f"fedavg: {reason}",)
+    assert [note for note in result.notes if note not in result.trouble] == [f"fedavg: {reason}"]
     stored = json.loads((result.folders[0] / "costs.json").read_text())
     assert (stored["flops-step"], stored["notes"]) == (None, [reason])
     shown = {str(column.header): list(column.cells) for column in result.costs_table().columns}
@@ -479,7 +480,7 @@ def test_run_and_show_print_the_costs(
     said = command(monkeypatch, capsys, "run", tmp_path / "ledger.toml", "--out", out, "--engine", "sequential")
     shown = command(monkeypatch, capsys, "show", out)
     for text in (said, shown):
-        ledger = text[text.index("Costs") :].partition("The same client mean")[0]
+        ledger = re.split("The same client mean|Notes:|What to deploy", text[text.index("Costs") :])[0]
         assert ledger.count("fedper") == 1  # adapters share it
         for words in ("meters", "GFLOPs: 2 per multiply-add", "Up, down:", "Once:", "Round s:", "Step MiB:"):
             assert words in ledger, words

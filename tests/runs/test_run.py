@@ -103,7 +103,9 @@ def test_the_folder_of_a_run(tmp_path: Path) -> None:
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert files == sorted(
         ["config.toml", "metrics.jsonl", "ckpt-000003.safetensors", "best.safetensors", "done", "costs.json",
-         "snapshot.safetensors", "adapters/none.jsonl", "adapters/tent lr=0.01.jsonl", "artefacts/complete",
+         "snapshot.safetensors", "artefacts/complete",
+         *(name.format(label) for label in ("none", "tent lr=0.01")
+           for name in ("adapters/{}.jsonl", "twins/{}.jsonl", "predictions/{}.parquet")),
          *(f"artefacts/{name}/{file}" for name in SIZES for file in ("config.toml", "model.safetensors"))]
     )  # fmt: skip
     task = make_task(experiment, 4, POOL)
@@ -430,7 +432,7 @@ def test_double_precision_costs_twice_as_much(tmp_path: Path) -> None:
 
 
 # ---- models and populations ---------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", some_of(METHODS))
+@pytest.mark.parametrize("name", some_of(name for name in METHODS if "model" in METHODS[name].make.provides))
 def test_after_local_is_scored_for_every_method(name: str, tmp_path: Path) -> None:
     settings = {"rounds": 1, "evaluate": {"after-local": True}, "model": {"name": "mlp", "hidden": [4], "norm": True}}
     settings["split"] = {"public": 0.1}
@@ -495,9 +497,9 @@ def test_baselines_are_added_once(tmp_path: Path) -> None:
     def names(*methods: dict[str, object], **more: object) -> list[str]:
         return [row.method for row in go(tiny(rounds=1, method=list(methods), **more), tmp_path).rows]
 
-    assert names({"name": "fedavg"}, baselines=True) == ["local", "finetune", "fedavg"]
-    assert names({"name": "fedavg"}, {"name": "local"}, baselines=True) == ["finetune", "fedavg", "local"]
-    assert names({"name": "finetune", "label": "ft"}, {"name": "local"}, baselines=True) == ["ft", "local"]
+    assert names({"name": "fedavg"}, baselines=True) == ["majority", "local", "finetune", "fedavg"]
+    assert names({"name": "fedavg"}, {"name": "local"}, baselines=True) == ["majority", "finetune", "fedavg", "local"]
+    assert names({"name": "finetune", "label": "ft"}, {"name": "local"}, baselines=True) == ["majority", "ft", "local"]
     assert names({"name": "fedavg"}) == ["fedavg"]
 
 
@@ -835,7 +837,7 @@ CHANGES = [
 
 def test_run_and_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     said = command(monkeypatch, capsys, "run", *CHANGES, "--out", tmp_path, "--engine", "sequential")
-    assert "3 runs: 3 methods (local, finetune, fedavg), 1 seed, 3 rounds; engine sequential on cpu" in said
+    assert "4 runs: 4 methods (majority, local, finetune, fedavg), 1 seed, 4 rounds; engine sequential on cpu" in said
     for word in ("local", "finetune", "fedavg", "tent", "original", "corrupted", "oracle"):
         assert word in said
     for name in ("results.png", "task.png"):

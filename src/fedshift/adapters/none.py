@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedshift.core.adapter import Adapter
 from fedshift.core.registry import adapter
@@ -12,3 +13,5 @@ from fedshift.core.registry import adapter
 @dataclass(frozen=True)
 class NoAdaptation(Adapter):
     """Predict, change nothing."""
+
+    requires: ClassVar[frozenset[str]] = frozenset()

@@ -27,28 +27,30 @@ class Majority(Method):
     """
 
     personal: ClassVar[bool] = True
-    provides: ClassVar[frozenset[str]] = frozenset({"model", "counts"})
+    provides: ClassVar[frozenset[str]] = frozenset({"counts"})  # no model that an adapter could improve
 
     def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """Nothing."""
         return ()
 
+    def private(self, ctx: Context) -> frozenset[str]:
+        """The untrained network: nothing travels before the end."""
+        return frozenset() if ctx.ending else self.arch.encoder | self.arch.head
+
     def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """One's own class counts; an unseen client has no labels."""
         padded = F.pad(info.histogram.to(torch.float32), (0, self.arch.classes - len(info.histogram)))
-        return {} if info.unseen else {"counts": {"own": padded}}
-
-    def begin(self, down: Tree, local: Tree) -> Tree:
-        """Nothing is worked on."""
-        return down
+        counts = {} if info.unseen else {"counts": {"own": padded}}
+        return {**super().init_local(model, info, ctx), **counts}
 
     def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:
         """Nothing goes up."""
         return {}, local
 
     def broadcast(self, server: Tree, client: str, ctx: Context) -> Tree:
-        """Nothing goes down before the end, when there are all counts and a network for adapters to hold on to."""
-        return server if ctx.ending else {"model": {}}
+        """Nothing before the end; then the network, and to unseen clients all counts."""
+        counts = {"counts": server["counts"]} if ctx.stage == "unseen" and "counts" in server else {}
+        return {**super().broadcast(server, client, ctx), **counts}
 
     def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
         """There is nothing to combine."""
@@ -56,7 +58,7 @@ class Majority(Method):
 
     def settle(self, state: Tree | None, down: Tree, local: Tree, ctx: Context) -> tuple[Tree, Tree]:
         """The counts are given to unseen clients."""
-        return dict(local), local
+        return {"counts": local["counts"]}, local
 
     def take_gifts(self, server: Tree, gifts: Mapping[str, Tree]) -> Tree:
         """Their sum."""
@@ -67,7 +69,7 @@ class Majority(Method):
         """One's own counts, or else everybody's."""
         known = local.get("counts") or down.get("counts", {})
         own = next(iter(known.values()), torch.zeros(self.arch.classes))
-        return {"model": down["model"], "counts": {"own": own}}
+        return {**super().deployed(down, local), "counts": {"own": own}}
 
     def predict(self, deployed: Tree, x: torch.Tensor, batch_stats: BatchStats = False) -> Output:
         """The same for every image."""

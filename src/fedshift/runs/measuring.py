@@ -20,7 +20,7 @@ def predictions_of(score: Score) -> Predictions:
 
 def together(scores: Sequence[Score]) -> Predictions | None:
     """All samples of these clients; None if there are none."""
-    some = [predictions_of(score) for score in scores if score.samples]
+    some = [predictions_of(score) for score in scores if len(score.labels)]
     if not some:
         return None
     return Predictions(
@@ -31,7 +31,7 @@ def together(scores: Sequence[Score]) -> Predictions | None:
 def measured(scores: Mapping[str, Score]) -> tuple[dict[str, Measurement], Measurement | None]:
     """All measures of every client that was tested, and of their samples together."""
     whole = together(list(scores.values()))
-    by_client = {name: Measurement.of(predictions_of(score)) for name, score in scores.items() if score.samples}
+    by_client = {name: Measurement.of(predictions_of(score)) for name, score in scores.items() if len(score.labels)}
     return by_client, None if whole is None else Measurement.of(whole)
 
 
@@ -42,6 +42,6 @@ def choosing(scores: Mapping[str, Score], measure: str) -> Summary:
     if measure == ACCURACY or whole is None:
         return counted
     function = MEASURES[measure].of
-    found = (function(predictions_of(score)) for score in scores.values() if score.samples)
+    found = (function(predictions_of(score)) for score in scores.values() if len(score.labels))
     made = summarise_values([value for value in found if value is not None], function(whole), MEASURES[measure].higher)
     return replace(made, loss=counted.loss, broken=counted.broken)
