@@ -21,7 +21,10 @@ STREAMS = [
     {"name": "away", "kind": "out-of-client"},
     {"name": "both", "kind": "mixture", "of": ["original", "corrupted"]},
 ]
-METHODS = [{"name": "fedavg", "adapters": ["none", "benign", "blind"]}, {"name": "fedbn", "adapters": ["none", "benign"]}]
+METHODS = [
+    {"name": "fedavg", "adapters": ["none", "benign", "blind"]},
+    {"name": "fedbn", "adapters": ["none", "benign"]},
+]
 UNSEEN = {"train": 0.4, "val": 0.3, "test": 0.3, "unseen": ["east"]}
 
 
@@ -140,9 +143,7 @@ def test_without_validation_images_there_is_no_advice(tmp_path: Path) -> None:
         found.advice()
 
 
-def test_the_command(
-    result: Result, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command(result: Result, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     folder = result.folders[0].parents[1]
     said = command(monkeypatch, capsys, "advise", folder)
     assert "Deploy finetune with no adapter." in said
@@ -152,5 +153,3 @@ def test_the_command(
     by_loss = json.loads(command(monkeypatch, capsys, "advise", folder, "--format", "json", "--metric", "loss"))
     levels = [one["level"] for one in by_loss["candidates"]]
     assert levels == sorted(levels)  # less is better
-
-

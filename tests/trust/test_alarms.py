@@ -31,7 +31,9 @@ def test_a_constant_classifier_is_marked_named_and_never_the_best(result: Result
     assert not any(cell.endswith(f" {COLLAPSED}") for cell in cells(result, "none"))
     assert not any("[bold]" in cell for cell in cells(result, "benign"))
     (said,) = [note for note in result.trouble if "collapsed" in note]
-    assert said.startswith("fedavg with adapter benign has collapsed on original (all clients): 100 % of the predictions")
+    assert said.startswith(
+        "fedavg with adapter benign has collapsed on original (all clients): 100 % of the predictions"
+    )
     assert "'0'" in said
     assert "mean recall of classes is 33.3 %" in said
 

@@ -40,7 +40,9 @@ def test_every_row_stream_and_client_has_every_measure_and_they_are_scikit_learn
                 "accuracy": sk.accuracy_score(y, p),
                 "balanced-accuracy": sk.balanced_accuracy_score(y, p),
                 "macro-f1": sk.f1_score(y, p, average="macro"),
-                "auroc": sk.roc_auc_score(y, some.probabilities / some.probabilities.sum(1, keepdims=True), multi_class="ovr"),
+                "auroc": sk.roc_auc_score(
+                    y, some.probabilities / some.probabilities.sum(1, keepdims=True), multi_class="ovr"
+                ),
                 "auprc": np.mean([sk.average_precision_score(y == k, some.log_probabilities[:, k]) for k in range(3)]),
                 "top-share": np.bincount(p).max() / len(p),
             }

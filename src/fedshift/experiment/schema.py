@@ -312,7 +312,8 @@ class Experiment(Table):
             "parquet" if path.suffix == ".parquet" or (path.is_dir() and any(path.rglob("*.parquet"))) else "folder"
         )
         source = [f"data.source={scheme}:{what}", f"name={path.stem}", f"title={what}", "data.needs="]
-        return cls.load(None, [*source, *overrides])
+        plain = ["split.unseen=0.0", "split.train-limit=0"]  # the default's are of its own domains
+        return cls.load(None, [*source, *plain, *overrides])
 
     def variants(self) -> Iterator[tuple[dict[str, Any], Experiment]]:
         """One experiment for each point of the sweep, with the values that make it."""

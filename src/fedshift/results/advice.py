@@ -111,14 +111,12 @@ def advise(result: Result, measure: str) -> Advice:
             "there is nothing to advise by: no run was scored on validation images (repeat its fedshift run with a "
             "validation share; finished rounds are not run again)"
         )
-    metrics = _shared_twins(rows)
-    if not metrics:
-        raise UserError("these runs have no stream in common, so that they cannot be compared")
-    rows = [row for row in rows if _per_client(row, metrics, measure) is not None]
+    metrics = list(dict.fromkeys(metric.column for row in rows for metric in row.twins))
+    rows = [row for row in rows if _per_client(row, metrics, measure)]
     seeds = max(len(row.seeds) for row in rows)
     rows = [row for row in rows if len(row.seeds) == seeds]
-    values = {id(row): _known(_per_client(row, metrics, measure)) for row in rows}
-    balanced = {id(row): _known(_per_client(row, metrics, BALANCED)) for row in rows}
+    values = {id(row): _per_client(row, metrics, measure) for row in rows}
+    balanced = {id(row): _per_client(row, metrics, BALANCED) for row in rows}
     plain = {_model(row): row for row in rows if row.adapter == "none"}
     floor = next((row for row in rows if row.method == FLOOR), None)
     against = {id(row): _against(row, plain.get(_model(row)), floor, metrics, balanced) for row in rows}
@@ -143,7 +141,7 @@ def advise(result: Result, measure: str) -> Advice:
     best = None if chosen is None else named[id(chosen)]
     by_stream = {}
     for metric in metrics:
-        own = {id(row): _known(_per_client(row, [metric], measure)) for row in ranked if not against[id(row)]}
+        own = {id(row): _per_client(row, [metric], measure) for row in ranked if not against[id(row)]}
         if own:
             first = max(own, key=lambda key: sign * _level(own[key]))
             by_stream[short_name(metric).replace("\n", " ")] = named[first].title
@@ -177,6 +175,9 @@ def _against(
     found = []
     if row.method == FLOOR:
         found.append("it is the floor")
+    unserved = [short_name(metric).replace("\n", " ") for metric in metrics if not _twins(row, metric)]
+    if unserved:
+        found.append(f"nothing for {_named(unserved)}")
     scores = [score for metric in metrics for score in _twins(row, metric)]
     if any(own.confusion.collapsed for score in scores for own in score.measured.values()):
         found.append("predicts one class")
@@ -245,35 +246,20 @@ def _without_twin(result: Result, metrics: Sequence[Metric]) -> list[str]:
     return [short_name(m) for m in tested if m not in known and m.stream != "mean"]
 
 
-def _shared_twins(rows: Sequence[Row]) -> list[Metric]:
-    """The twins that most rows have; a method that serves no unseen clients is compared where it serves."""
-    columns = list(dict.fromkeys(metric.column for row in rows for metric in row.twins))
-    counted = {metric: sum(bool(_twins(row, metric)) for row in rows) for metric in columns}
-    most = max(counted.values(), default=0)
-    return [metric for metric in columns if counted[metric] == most]
-
-
 def _twins(row: Row, metric: Metric) -> Sequence[Any]:
     return next((row.twins[full] for full in metric.full() if full in row.twins), [])
 
 
-def _per_client(row: Row, metrics: Sequence[Metric], measure: str) -> Values | None:
-    """For each seed, by client and population, the mean over these twins; None if one of them is missing."""
+def _per_client(row: Row, metrics: Sequence[Metric], measure: str) -> Values:
+    """For each seed, by client and population, the mean over those of these twins that there are; empty without any."""
     seeds: list[dict[str, list[float]]] = [{} for _ in row.seeds]
-    for metric in metrics:
-        scores = _twins(row, metric)
-        if not scores:
-            return None
+    for scores in (found for metric in metrics if (found := _twins(row, metric))):
         for own, score in zip(seeds, scores, strict=True):
             for client, value in score.values(measure).items():
-                name = client if metric.population == "clients" else f"{client} (as unseen)"
+                name = client if score.metric.population == "clients" else f"{client} (as unseen)"
                 own.setdefault(name, []).append(value)
     made = [{name: math.fsum(found) / len(found) for name, found in own.items()} for own in seeds]
-    return made if all(made) else None
-
-
-def _known(values: Values | None) -> Values:
-    return [] if values is None else values
+    return made if all(made) else []
 
 
 def _pairs(one: Values, other: Values) -> bool:
