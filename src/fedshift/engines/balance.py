@@ -114,7 +114,7 @@ def untouched(method: Method, rounds: int) -> str | None:
     if method.train.balance == "none" or not ways:
         return None
     named = " and ".join(f"{name!r} (always {way!r})" for name, way in ways.items())
-    return f"[train] balance = {method.train.balance!r} has no say in its phase{'s' * (len(ways) > 1)} {named}"
+    return f"[train] balance has no say in its phase{'s' * (len(ways) > 1)} {named}"
 
 
 def _teaches(phase: Phase) -> bool:
