@@ -177,6 +177,9 @@ def test_what_is_shipped_does_not_carry_the_data() -> None:
         {"augment": "shift"},
         {"augment": "shift-flip"},
         {"augment": "flip"},
+        {"balance": "weights"},
+        {"balance": "sampler"},
+        {"balance": "softmax"},
     ],
 )
 def test_agreement_for_all_training_settings(changes: dict) -> None:

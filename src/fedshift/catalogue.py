@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedshift.core.registry import ADAPTERS, METHODS, MODELS, Registry
+
+if TYPE_CHECKING:
+    from fedshift.core.arch import Arch
 
 Rows = list[dict[str, Any]]
 
@@ -29,11 +32,14 @@ def _shown(value: object) -> object:
 
 
 def methods() -> Rows:
-    """Training methods, with what they deploy and need."""
-    rows = _registered(METHODS)
+    """Training methods, with what they deploy and need, and the phases that ``[train] balance`` does not reach."""
+    from fedshift.engines.balance import own_ways
+
+    rows, arch = _registered(METHODS), _network()
     for row in rows:
         cls = METHODS[row["name"]].make
         row |= {"deploys": sorted(cls.provides), "needs": sorted(cls.requires), "personal": cls.personal}
+        row["own-balance"] = own_ways(cls(arch=cls.build(arch, {})), rounds=1)
     return rows
 
 
@@ -86,14 +92,9 @@ def presets() -> Rows:
 
 def pairs() -> Rows:
     """Which adapter can follow which method, on a network with BatchNorm; 'yes' or '-'."""
-    from torch import nn
-
-    from fedshift.core.arch import Arch
     from fedshift.core.compatibility import missing_for_pair
 
-    arch = Arch.of(
-        nn.Sequential(nn.Flatten(), nn.Linear(4, 2, bias=False), nn.BatchNorm1d(2), nn.Linear(2, 2)), (1, 2, 2)
-    )
+    arch = _network()
     rows: Rows = []
     for name, entry in METHODS.items():
         row: dict[str, Any] = {"name": name}
@@ -103,6 +104,16 @@ def pairs() -> Rows:
             row[other] = "yes" if missing_for_pair(name, method.provides, other, adapter) is None else "-"
         rows.append(row)
     return rows
+
+
+def _network() -> Arch:
+    """A small one with BatchNorm, on which every method can be made."""
+    from torch import nn
+
+    from fedshift.core.arch import Arch
+
+    layers = nn.Sequential(nn.Flatten(), nn.Linear(4, 2, bias=False), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    return Arch.of(layers, (1, 2, 2))
 
 
 CATALOGUE: Mapping[str, Callable[[], Rows]] = {

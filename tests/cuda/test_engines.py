@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -21,6 +23,18 @@ def test_vmapped_on_cuda_equals_sequential(name: str, norm: bool) -> None:
     if method is None:
         return
     check_equal(federate(method, Sequential(DOUBLE), DOUBLE, 4), federate(method, Vmapped(THERE), THERE, 4), 1e-9)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("balance", ["weights", "sampler", "softmax"])
+@pytest.mark.parametrize("name", ["fedavg", "finetune", "fedrod", "fedtta", "partialfed"])
+def test_balanced_steps_can_be_captured_and_compiled(name: str, balance: str, compiled: bool) -> None:
+    method = make(name, True, balance=balance)
+    assert method is not None
+    task = ragged_task((40, 33, 64, 20, 40, 16, 16, 48))
+    task = replace(task, labels=torch.where(torch.arange(len(task.labels)) % 5 > 0, 1, task.labels % 3))
+    reference = federate(method, Sequential(DOUBLE), DOUBLE, 4, task)
+    check_equal(reference, federate(method, Vmapped(THERE, compile_step=compiled), THERE, 4, task), 1e-9)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

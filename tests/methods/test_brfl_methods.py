@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedshift.blocks.losses import balanced_softmax
 from fedshift.core.arch import Arch, Output
 from fedshift.core.context import ClientInfo, Phase, ServerContext
 from fedshift.core.grad import gradient
 from fedshift.core.method import Batch
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tensors, Tree, pick
+from fedshift.engines.balance import log_prior, with_balance
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
 from fedshift.methods.apfl import APFL
@@ -87,11 +87,13 @@ def batches_of(steps: list[tuple[Tree, Batch, Phase]], size: int) -> list[Batch]
 @pytest.mark.parametrize("count", [0, 1, 700])
 def test_balanced_softmax_of_equally_many_is_cross_entropy(count: int) -> None:
     logits, labels = torch.randn(20, 5, dtype=torch.float64), torch.arange(20) % 5
-    histogram = torch.full((5,), count)
     expected = F.cross_entropy(logits, labels)
-    assert torch.allclose(balanced_softmax(logits, labels, histogram), expected, rtol=0, atol=1e-13)
-    skewed = torch.tensor([1, 10, 100, 0, 5])
-    assert abs(float(balanced_softmax(logits, labels, skewed) - expected)) > 0.01
+
+    def balanced(histogram: Tensor) -> Tensor:
+        return FedAvg(AWKWARD, TRAIN).cross_entropy(logits, {"y": labels, "log-prior": log_prior(histogram)})
+
+    assert torch.allclose(balanced(torch.full((5,), count)), expected, rtol=0, atol=1e-13)
+    assert abs(float(balanced(torch.tensor([1, 10, 100, 0, 5])) - expected)) > 0.01
 
 
 def test_where_classes_are_equally_many_balanced_training_is_fedavg() -> None:
@@ -196,7 +198,7 @@ def gradients_of_fedrod(histogram: Tensor) -> tuple[Tensors, Tensors, Output]:
     state = {"model": {**model, **residual}, "now": {"histogram": histogram}}
     assert method.trainable(phase) == PARAMETERS | PERSONAL
     live = pick(state["model"], method.trainable(phase))
-    batch = one_batch()
+    batch = with_balance(method, state, one_batch(), phase)
     grads, _, _ = gradient(lambda t: method.loss(state, {**state["model"], **t}, batch, phase), live)
     return grads, state["model"], AWKWARD(model, batch["x"], True)
 
@@ -214,7 +216,7 @@ def test_fedrods_balanced_term_moves_extractor_and_generic_head_only(monkeypatch
 
 def test_fedrods_personal_term_moves_the_personal_head_only(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, tensors, output = gradients_of_fedrod(HISTOGRAM)
-    monkeypatch.setattr("fedshift.methods.fedrod.balanced_softmax", lambda *_: torch.zeros(()))
+    monkeypatch.setattr(FedRoD, "cross_entropy", lambda *_: torch.zeros(()))
     alone, _, _ = gradients_of_fedrod(HISTOGRAM)
     assert {name for name, grad in alone.items() if bool(grad.any())} == PERSONAL
     assert equal(pick(alone, PERSONAL), pick(whole, PERSONAL))

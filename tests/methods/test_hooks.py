@@ -265,7 +265,7 @@ def stepped(method: Method, phase: Phase, count: int = 6, rounds: int = 1) -> tu
 
 def batches_of(method: Method, phase: Phase, plan: Plan, count: int = 6) -> list[Batch]:
     task = make_task((count,))
-    order, sizes = schedule_of(method, phase, count, plan, "a")
+    order, sizes = schedule_of(method, phase, task.samples(task.clients[0], phase.data), plan, "a")
     return [{"x": task.images[index].double() / 255, "y": task.labels[index]} for index in order.split(sizes)]
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedshift.core.compatibility import check_method
 from fedshift.core.context import Context, Phase
 from fedshift.core.grad import gradient
 from fedshift.core.method import Batch, Method, Train
@@ -24,6 +23,7 @@ from fedshift.methods.fedprox import FedProx
 from fedshift.methods.fedrep import FedRep
 from fedshift.methods.finetune import FineTune
 from fedshift.methods.scaffold import Scaffold
+from fedshift.runs.setup import check_method
 from fedshift.store.state import State
 from tests.methods.federations import (
     AWKWARD,

@@ -17,7 +17,6 @@ from scipy.optimize import nnls
 from torch import Tensor, nn
 
 from fedshift.core.arch import Arch
-from fedshift.core.compatibility import check_method
 from fedshift.core.context import Context, Phase, ServerContext
 from fedshift.core.grad import gradient
 from fedshift.core.method import Method, Train
@@ -27,7 +26,7 @@ from fedshift.engines.vmapped import Vmapped
 from fedshift.errors import UserError
 from fedshift.experiment.schema import Experiment, MethodSpec
 from fedshift.models.alexnet import AlexNet
-from fedshift.runs.setup import make_setup
+from fedshift.runs.setup import check_method, make_setup
 from fedshift.store.state import State
 from fedshift.store.trees import load, save
 from fedshift.systems.fdse import eraser as erasure

@@ -224,8 +224,8 @@ def test_every_image_is_told_apart(name: str) -> None:
 def own_batches(fed: Session, client: str, phase: Phase, round_: int) -> list[Tensor]:
     """Positions of a client's batches among its samples of a phase."""
     method = method_of(fed, client)
-    count = len(fed.task.samples(fed.task.client(client), phase.data))
-    order, sizes = schedule_of(method, phase, count, Plan((phase,), fed.context(round_), SEED), client)
+    part = fed.task.samples(fed.task.client(client), phase.data)
+    order, sizes = schedule_of(method, phase, part, Plan((phase,), fed.context(round_), SEED), client)
     return list(order.split(sizes))
 
 

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch
-from fedshift.core.method import Method
 from fedshift.core.registry import METHODS
-from fedshift.errors import UserError
 
 REASONS: Mapping[str, str] = {
     "norm": "normalisation layers (for instance [model] norm = true)",
@@ -50,9 +48,3 @@ def missing_for_pair(method: str, deploys: frozenset[str], adapter_name: str, ad
         hint = f", but {', '.join(able)} would" if able else ""
         return f"adapter {adapter_name!r} needs {wanted}, which method {method!r} does not deploy{hint}"
     return _missing(f"adapter {adapter_name!r}", adapter.requirements(), adapter.arch, adapter.reasons)
-
-
-def check_method(name: str, method: Method) -> None:
-    """Raise the sentence if there is one."""
-    if reason := missing_for_method(name, method.requires, method.arch):
-        raise UserError(reason)

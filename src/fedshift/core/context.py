@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fedshift.core.method import Train
 
 Stage: TypeAlias = Literal["round", "final", "unseen"]
+Balance: TypeAlias = Literal["none", "weights", "sampler", "softmax"]  # of skewed classes, by a client's own counts
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Phase:
     steps: int | None = None
     optim: Optim | None = None  # None: [train]'s
     groups: tuple[tuple[frozenset[str], Optim], ...] = ()  # names with an optimiser of their own
+    balance: Balance | None = None  # None: [train]'s; otherwise [train] has no say, and the run says so
     data: Literal["train", "val", "test", "public"] = "train"  # test: an unseen client's, in phases without labels
     inputs: Literal["x", "features"] = "x"
     batch_stats: bool = True  # False: normalisation layers keep their running statistics

@@ -46,10 +46,7 @@ def gradient(
         live = {n: t if differentiable and t.requires_grad else t.detach().requires_grad_() for n, t in at.items()}
         value, aux = function(live)
         flat = torch.autograd.grad(value, list(live.values()), create_graph=differentiable, allow_unused=True)
-    return _named(live, flat), value if differentiable else value.detach(), aux
-
-
-def _named(tensors: Tensors, grads: tuple[Tensor | None, ...]) -> Tensors:
-    """A tensor the loss does not touch has gradient zero, as under ``torch.func``."""
-    pairs = zip(tensors.items(), grads, strict=True)
-    return {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in pairs}
+    pairs = zip(live.items(), flat, strict=True)
+    # a tensor the loss does not touch has gradient zero, as under torch.func
+    grads = {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in pairs}
+    return grads, value if differentiable else value.detach(), aux

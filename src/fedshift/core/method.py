@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.core.arch import Arch, BatchStats, Output
-from fedshift.core.context import ClientInfo, Context, Phase, RandomSpec, ServerContext
+from fedshift.core.context import Balance, ClientInfo, Context, Phase, RandomSpec, ServerContext
 from fedshift.core.grad import gradient
 from fedshift.core.optim import OPTIMISERS, Optim, Optimiser, clip_by_norm
 from fedshift.core.options import BelowOne, Checked, Factor, NonNegative, NonNegativeInt, Positive, Whole, at_least
@@ -49,6 +49,7 @@ class Train(Checked):
     last_batch: Literal["keep", "drop", "wrap"] = "keep"
     weights: Literal["size", "uniform"] = "size"  # FedAvg's weights
     augment: Literal["none", "flip", "shift", "shift-flip"] = "none"  # of the images a phase trains on
+    balance: Balance = "none"  # of skewed classes, where labels are trained on
 
     def optim(self, lr: float | None = None) -> Optim:
         """The optimiser, optionally with another rate."""
@@ -123,7 +124,14 @@ class Method(Checked):
     def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
         """The loss of ``tensors`` (``state[phase.slot]`` with the trainable ones live), and refreshed buffers."""
         output = self.outputs(tensors, batch, phase)
-        return F.cross_entropy(output.logits, batch["y"]), output.buffers
+        return self.cross_entropy(output.logits, batch), output.buffers
+
+    def cross_entropy(self, logits: Tensor, batch: Batch) -> Tensor:
+        """A batch's mean, for every loss to call. To balance it, engines add ``log-prior`` or ``class-weights`` to it."""
+        logits = logits + batch["log-prior"] if "log-prior" in batch else logits
+        if "class-weights" not in batch:
+            return F.cross_entropy(logits, batch["y"])
+        return (batch["class-weights"][batch["y"]] * F.cross_entropy(logits, batch["y"], reduction="none")).mean()
 
     def outputs(self, tensors: Tensors, batch: Batch, phase: Phase) -> Output:
         """Forward pass of a training batch, whose inputs are images or cached features."""
@@ -163,10 +171,8 @@ class Method(Checked):
     def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """The server's state; ``models`` has one entry per architecture, ``public`` the ids of images that all hold."""
         if len(models) != 1:
-            names = ", ".join(models)
-            raise UserError(
-                f"{type(self).__name__} averages weights, so all clients need one architecture, not {names}"
-            )
+            who, names = type(self).__name__, ", ".join(models)
+            raise UserError(f"{who} averages weights, so all clients need one architecture, not {names}")
         return {"model": next(iter(models.values()))}
 
     def broadcast(self, server: Tree, client: str, ctx: Context) -> Tree:

@@ -1,4 +1,4 @@
-"""Steps of a phase on augmented images, ``[train] augment``: what engines do before a method sees a batch."""
+"""Steps of a phase: what engines do before a method sees a batch, ``[train] augment`` and ``[train] balance``."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from torch import Tensor
 from fedshift.core.context import Phase, RandomSpec
 from fedshift.core.method import Batch, Method
 from fedshift.core.tree import Tree
+from fedshift.engines.balance import with_balance
 
 SHIFT = "[train] augment"  # the draw behind it; no method's own draw is called so
 SHIFT_NUMBERS = 3  # uniform numbers that one shifted image needs
 
 
 def step(method: Method, state: Tree, batch: Batch, phase: Phase) -> Tree:
-    """One batch of a phase: a training step on augmented images, or a fold."""
+    """One batch of a phase: a training step on augmented images, with balanced classes, or a fold."""
     if phase.kind == "fold":
         return method.fold(state, batch, phase)
     if _augments(method, phase):
         how = method.train.augment
         x = shifted(batch["x"], batch[SHIFT], flip="flip" in how, move="shift" in how)
         batch = {**batch, "x": x}
-    return method.client_step(state, batch, phase)
+    return method.client_step(state, with_balance(method, state, batch, phase), phase)
 
 
 def wanted(method: Method, phase: Phase) -> dict[str, RandomSpec]:

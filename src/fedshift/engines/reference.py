@@ -22,6 +22,7 @@ from fedshift.core.tree import Tensors, Tree, all_finite, pick
 from fedshift.data.streams import Setting
 from fedshift.data.task import Client, Samples, Task
 from fedshift.engines import augment
+from fedshift.engines.balance import balance_of
 from fedshift.engines.base import Compute, Density, Reply, Score, sound
 from fedshift.engines.schedule import Plan, batches, draw, fitting, seeds_for
 
@@ -102,19 +103,18 @@ def start_phase(method: Method, state: Tree, phase: Phase, now: Tensors) -> Tree
     return {**state, "now": now, "optim": memory, "log": state.get("log", {"loss": zero, "steps": zero})}
 
 
-def schedule_of(method: Method, phase: Phase, count: int, plan: Plan, client: str) -> tuple[Tensor, list[int]]:
+def schedule_of(method: Method, phase: Phase, part: Samples, plan: Plan, client: str) -> tuple[Tensor, list[int]]:
     """A phase's positions among the client's samples in their order, and the sizes of the batches."""
     alone = method.arch.has_batch_norm and phase.batch_stats
-    return batches(count, phase, method.train, plan.seed_for(client, phase.data), no_singles=alone)
+    labels = part.labels[part.index].cpu() if balance_of(method.train, phase) == "sampler" else None
+    return batches(len(part), phase, method.train, plan.seed_for(client, phase.data), alone, labels)
 
 
 def work(method: Method, down: Tree, local: Tree, client: Client, task: Task, plan: Plan, compute: Compute) -> Reply:
     """A client's round: initialise, go through the phases, hand over what goes up and what stays."""
     state = method.begin(down, local)
     data = [task.samples(client, phase.data) for phase in plan.phases]
-    plans = [
-        schedule_of(method, phase, len(part), plan, client.name) for phase, part in zip(plan.phases, data, strict=True)
-    ]
+    plans = [schedule_of(method, phase, part, plan, client.name) for phase, part in zip(plan.phases, data, strict=True)]
     features: dict[tuple[str, str], Tensor] = {}
     with seeded(method, plan.seed_for(client.name, "layers")):
         for phase, part, (order, sizes) in zip(plan.phases, data, plans, strict=True):

@@ -17,6 +17,7 @@ from fedshift.core.arch import Arch
 from fedshift.core.batching import batch_sizes
 from fedshift.core.context import Context, Phase, RandomSpec
 from fedshift.core.method import Train
+from fedshift.engines.balance import balanced_order
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,14 @@ class Plan:
         return rng.seed_of(self.seed, moment, client, *purpose)
 
 
-def batches(n: int, phase: Phase, train: Train, seed: int, no_singles: bool) -> tuple[Tensor, list[int]]:
+def batches(
+    n: int, phase: Phase, train: Train, seed: int, no_singles: bool, labels: Tensor | None = None
+) -> tuple[Tensor, list[int]]:
     """Positions 0..n-1 in the order in which they are used, and how many belong to each step.
 
     A short last batch is kept by default; ``drop`` leaves it out unless it is the only one; ``wrap`` fills it from the
     start of the epoch. With ``no_singles`` a last batch of one sample joins the one before it, because one sample has
-    no batch statistics.
+    no batch statistics. With ``labels`` (of the n) every class comes equally often, in as many batches of the same sizes.
 
     >>> batches(70, Phase(epochs=1), Train(batch_size=32), seed=0, no_singles=False)[1]
     [32, 32, 6]
@@ -58,6 +61,9 @@ def batches(n: int, phase: Phase, train: Train, seed: int, no_singles: bool) -> 
         steps = epochs * len(sizes)
     else:
         epochs = -(-steps // len(sizes))
+    if labels is not None:
+        sizes = (sizes * epochs)[:steps]
+        return balanced_order(labels, sum(sizes), seed), sizes
     orders = rng.permutations(seed, epochs, n)
     used = sum(sizes)  # of each epoch: fewer than n if the last batch is dropped, more if it is filled up
     orders = orders[:, :used] if used <= n else torch.cat([orders, orders[:, : used - n]], dim=1)

@@ -30,7 +30,8 @@ class AFL(Method):
 
     Deviations: local steps in place of one gradient, as in FedTTA's comparison, whose ``gamma-lambda`` is 0.3 for CIFAR,
     0.5 for FEMNIST and 0.001 for MNIST. Who is not there in a round keeps its lambda but for the projection, and those who
-    are there are averaged by theirs, renormalised (uniformly if all of these are zero).
+    are there are averaged by theirs, renormalised (uniformly if all of these are zero). With ``[train] balance`` local steps
+    are balanced, but ``L_k(w)`` stays the loss of the images as they are.
     """
 
     gamma_lambda: NonNegative = 0.3

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.blocks.mlp import fresh, perceptron
@@ -98,7 +97,7 @@ class FedADG(Method):
         mistaken = (1 - self._judged(tensors, output.features, given)).square().mean()
         if phase.name == D:
             return -mistaken - self._judged(tensors, self._generated(tensors, batch), given).square().mean(), {}
-        return (1 - self.weight) * F.cross_entropy(output.logits, batch["y"]) + self.weight * mistaken, output.buffers
+        return (1 - self.weight) * self.cross_entropy(output.logits, batch) + self.weight * mistaken, output.buffers
 
     def _one_hot(self, batch: Batch) -> Tensor:
         classes = torch.arange(self.arch.classes, device=batch["y"].device)

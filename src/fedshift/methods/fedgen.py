@@ -54,7 +54,7 @@ class FedGen(GeneratorMethod):
     def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
         """Cross-entropy, agreement with what the head says of generated features, and their cross-entropy."""
         output = self.outputs(tensors, batch, phase)
-        value = F.cross_entropy(output.logits, batch["y"])
+        value = self.cross_entropy(output.logits, batch)
         factor = self.started(state) * self.decay ** state["now"]["round"]
         if self.kd:
             taught = self.imagined(state, batch["y"], batch["taught noise"])

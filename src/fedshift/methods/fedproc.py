@@ -65,7 +65,7 @@ class FedProc(Method):
         contrast = prototype_losses(output.features, batch["y"], state["prototypes"]["global"]).mean()
         now = state["now"]
         share = (now["round"] / now["rounds"]).clamp(max=1) if self.alpha is None else self.alpha
-        return share * F.cross_entropy(output.logits, batch["y"]) + (1 - share) * contrast, output.buffers
+        return share * self.cross_entropy(output.logits, batch) + (1 - share) * contrast, output.buffers
 
     def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:
         """The model, the mean feature of each class and how many images it is of."""

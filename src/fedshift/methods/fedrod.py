@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedshift.blocks.losses import balanced_softmax
 from fedshift.core.context import ClientInfo, Context, Phase
 from fedshift.core.method import Batch, Method
 from fedshift.core.registry import method
@@ -33,7 +32,8 @@ class FedRoD(Method):
     This is the paper's linear variant, not the hyper-network. ``V_k`` was fitted while the extractor moved and is served on
     the aggregate as it is; there is no last step on the final extractor. Deployed, as FedTHE does: ``model`` predicts with
     the head ``W + V_k``, which is the same sum, and ``generic`` is the shared head ``W``. ``[train] clip`` bounds both
-    gradients together, which is the only way in which the private head can be felt by the shared part.
+    gradients together, which is the only way in which the private head can be felt by the shared part. ``[train]
+    balance`` has no say: the generic head is balanced already, and ``V_k`` is there to know the client's own classes.
     """
 
     personal: ClassVar[bool] = True
@@ -50,12 +50,12 @@ class FedRoD(Method):
 
     def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """Everything at once."""
-        return (Phase(trainable=self.arch.trainable | self.private(ctx)),)
+        return (Phase(trainable=self.arch.trainable | self.private(ctx), balance="softmax"),)
 
     def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
         """Two terms that share a forward pass and no parameter."""
         output = self.outputs(tensors, batch, phase)
-        generic = balanced_softmax(output.logits, batch["y"], state["now"]["histogram"])
+        generic = self.cross_entropy(output.logits, batch)  # balanced, as the phase says
         residual = {name: tensors[_own(name)] for name in self.arch.head}
         logits = output.logits.detach() + self.arch.classify(residual, output.features.detach())
         return generic + F.cross_entropy(logits, batch["y"]), output.buffers

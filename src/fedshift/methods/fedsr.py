@@ -64,7 +64,7 @@ class FedSR(StochasticMethod):
     def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
         """Cross-entropy of a sample, its norm, and how far its distribution is from its class's."""
         output = self.outputs(tensors, batch, phase)
-        value = F.cross_entropy(output.logits, batch["y"])
+        value = self.cross_entropy(output.logits, batch)
         if self.l2r:
             value = value + self.l2r * output.features.norm(dim=1).mean()
         if self.cmi:

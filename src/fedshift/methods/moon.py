@@ -57,7 +57,7 @@ class MOON(Method):
         alike = torch.stack([F.cosine_similarity(output.features, z, dim=1) for z in frozen], dim=1)
         contrast = -(alike / self.temperature).log_softmax(1)[:, 0].mean()
         contrast = torch.where(state["past"]["trained"], contrast, 0.0)
-        return F.cross_entropy(output.logits, batch["y"]) + self.mu * contrast, output.buffers
+        return self.cross_entropy(output.logits, batch) + self.mu * contrast, output.buffers
 
     def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:
         """The model goes up, and its encoder is what the next round leaves behind."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.core.context import ClientInfo, Context, Phase, RandomSpec
@@ -128,7 +127,7 @@ class PartialFed(Method):
         weights = pick(received, self.arch.trainable)
         drawn = {name: leaf + keep[layers[name]] * (kept[name] - leaf) for name, leaf in weights.items()}
         model = {**self._taken(received, kept, hard), **drawn}
-        return F.cross_entropy(self.outputs(model, batch, phase).logits, batch["y"]), {}
+        return self.cross_entropy(self.outputs(model, batch, phase).logits, batch), {}
 
     def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:
         """The whole model goes up; it is also the next round's local one."""

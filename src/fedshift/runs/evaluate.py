@@ -11,6 +11,7 @@ from operator import add
 import fedshift
 from fedshift.core.registry import ADAPTERS
 from fedshift.data.task import Task
+from fedshift.engines.balance import untouched
 from fedshift.engines.base import Density, Score
 from fedshift.experiment.schema import AdapterSpec, Experiment
 from fedshift.runs.code import code_digest
@@ -265,13 +266,16 @@ def annotate(job: Job) -> None:
 
 
 def annotated(job: Job) -> bool:
-    """Whether the notes are those of the experiment."""
+    """Whether the notes are those of the experiment and its method."""
     path = job.folder.path / NOTES
     return (path.read_text() if path.is_file() else "") == _notes(job)
 
 
 def _notes(job: Job) -> str:
-    return "".join(f"{note}\n" for note in job.experiment.notes)
+    """The experiment's, and what the method says of its own settings: the same for all seeds, so that it is said once."""
+    own = untouched(job.setup.method, job.experiment.rounds)
+    notes = [*job.experiment.notes, *([f"{job.setup.spec.title}: {own}"] if own else [])]
+    return "".join(f"{note}\n" for note in notes)
 
 
 def _scored(spec: AdapterSpec, row: ScoreRow | None) -> bool:

@@ -194,8 +194,9 @@ def _copied(tree: Tree, compute: Compute) -> Tree:
 
 def _samples(method: Method, phase: Phase, task: Task, clients: Sequence[Client], plan: Plan) -> tuple[int, int, int]:
     """Of a phase and all clients together: samples they hold, samples in all their batches, the size of a full one."""
-    held = Counter(len(task.samples(client, phase.data)) for client in clients)
-    sizes = {n: schedule_of(method, phase, n, plan, clients[0].name)[1] for n in held}
+    parts = [task.samples(client, phase.data) for client in clients]
+    held, one = Counter(map(len, parts)), {len(part): part for part in parts}
+    sizes = {n: schedule_of(method, phase, one[n], plan, clients[0].name)[1] for n in held}
     full = min(method.train.batch_size, max((size for own in sizes.values() for size in own), default=0))
     return sum(n * k for n, k in held.items()), sum(sum(sizes[n]) * k for n, k in held.items()), full
 

@@ -15,7 +15,7 @@ from torch import nn
 from fedshift.core import rng
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch
-from fedshift.core.compatibility import check_method, missing_for_pair
+from fedshift.core.compatibility import missing_for_method, missing_for_pair
 from fedshift.core.context import Context
 from fedshift.core.method import Method, Train
 from fedshift.core.options import parse_options
@@ -190,6 +190,12 @@ def make_setup(experiment: Experiment, spec: MethodSpec, task: Task, network: Ne
         for method in methods.values():
             setup.adapter(adapter, method)
     return setup
+
+
+def check_method(name: str, method: Method) -> None:
+    """Raise the sentence on why this method cannot run on its network, if there is one."""
+    if reason := missing_for_method(name, method.requires, method.arch):
+        raise UserError(reason)
 
 
 def make_arch(

@@ -317,8 +317,7 @@ class _Queues:
     ) -> None:
         parts = [task.samples(client, phase.data) for client in clients]
         plans = [
-            schedule_of(method, phase, len(part), plan, client.name)
-            for part, client in zip(parts, clients, strict=True)
+            schedule_of(method, phase, part, plan, client.name) for part, client in zip(parts, clients, strict=True)
         ]
         orders = [order for order, _ in plans]
         self.compute = compute

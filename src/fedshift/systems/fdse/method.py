@@ -94,7 +94,7 @@ class FDSE(Method):
     def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
         """Cross-entropy and the distance of this client's statistics from everybody's."""
         output = self.outputs(tensors, batch, phase)
-        value = F.cross_entropy(output.logits, batch["y"])
+        value = self.cross_entropy(output.logits, batch)
         if self.lam and output.buffers:  # a lone last image has no statistics
             penalty = erasure.inconsistency(output.aux, state["anchor"], self.blocks, self.beta)
             value = value + self.lam * ((state["now"]["round"] >= 1) * penalty)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.blocks import gaussians
@@ -54,7 +53,7 @@ class FedCiR(StochasticMethod, GeneratorMethod):
     def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
         """Cross-entropy of a sample, of a generated representation, and the distance from the class's Gaussian."""
         output = self.outputs(tensors, batch, phase)
-        value = F.cross_entropy(output.logits, batch["y"])
+        value = self.cross_entropy(output.logits, batch)
         if self.reg:
             value = value + self.started(state) * self.reg * self.imagined_loss(state, tensors, batch)
         if self.align:

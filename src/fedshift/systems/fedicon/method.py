@@ -37,6 +37,9 @@ class FedICON(DescribedMethod):
        head travels (the encoder once more, in a client's first such round), and the mean feature beside it.
     3. At the end every client tunes the head for itself, ``personal-epochs`` on its own features.
 
+    ``[train] balance`` acts on steps 2 and 3. Step 1 has no cross-entropy and sees the images as they are: skewed classes
+    spoil the head more than the representation (Kang et al., ICLR 2020).
+
     ``share = false`` trains each client's encoder by contrast and its head for itself: nothing travels. ``head-rounds = 0``
     leaves the head to step 3. The adapter ``fedicon`` goes on with the contrast at test time. Deployed: ``model`` with the
     personal head, ``generic`` the federated head, ``descriptors``, so that FedTHE's adapters can sit on it.
@@ -72,7 +75,8 @@ class FedICON(DescribedMethod):
         """Contrast, and after the experiment's rounds the head."""
         if ctx.round < ctx.rounds:
             beyond = frozenset(projection.NAMES if self.projection else ())
-            return (Phase(name="contrastive", trainable=(self.arch.trainable - self.arch.head) | beyond),)
+            trained = (self.arch.trainable - self.arch.head) | beyond
+            return (Phase(name="contrastive", trainable=trained, balance="none"),)
         return (self.head_phase("model", "head", self.head_epochs, self.head_lr), self.descriptor_phase("model"))
 
     def last_phases(self, ctx: Context) -> tuple[Phase, ...]:

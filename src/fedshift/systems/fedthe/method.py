@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from fedshift.blocks.descriptors import DescribedMethod
-from fedshift.blocks.losses import balanced_softmax
 from fedshift.core.context import ClientInfo, Context, Phase
-from fedshift.core.method import Batch
 from fedshift.core.options import NonNegative, NonNegativeInt
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, drop, pick
@@ -36,6 +33,9 @@ class FedTHE(DescribedMethod):
     adapters ``the`` and ``the-plus`` choose between the heads for every test sample. Unseen clients have the global
     head twice.
 
+    ``[train] balance`` has no say: step 1 is balanced already, and the head of step 2 is there to know the client's own
+    classes. With ``balanced = false`` step 1 is what ``[train] balance`` says.
+
     Deviations from the authors' code: private head and descriptor see images as they are, in inference mode, also where
     ``[train] augment`` changes those of generic training (so features are computed once, and the descriptor is over all
     samples); the private head has a bias if the network's head has one. Only clients that have taken part in a round give
@@ -52,12 +52,12 @@ class FedTHE(DescribedMethod):
 
     def phases(self, ctx: Context) -> tuple[Phase, ...]:
         """Generic training, then what is done for oneself."""
-        return (Phase(name="generic"), *self.last_phases(ctx))
+        return (Phase(name="generic", balance="softmax" if self.balanced else None), *self.last_phases(ctx))
 
     def last_phases(self, ctx: Context) -> tuple[Phase, ...]:
         """The private head and the descriptor on the received extractor, whose features are computed once."""
         head = self.head_phase("personal", "personal", self.personal_epochs, self.personal_lr)
-        return (head, self.descriptor_phase("personal"))
+        return (replace(head, balance="none"), self.descriptor_phase("personal"))
 
     def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """The private head starts where everybody starts; an unseen client has none."""
@@ -71,13 +71,6 @@ class FedTHE(DescribedMethod):
         personal = {**drop(down["model"], self.arch.head), **local["personal"]}
         empty = {"local": torch.zeros_like(local["descriptor"]["local"])}
         return {"model": down["model"], "personal": personal, "descriptor": empty}
-
-    def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
-        """BalancedSoftmax for the model that is shared, plain cross-entropy for the private head."""
-        if phase.slot == "personal" or not self.balanced:
-            return super().loss(state, tensors, batch, phase)
-        output = self.outputs(tensors, batch, phase)
-        return balanced_softmax(output.logits, batch["y"], state["now"]["histogram"]), output.buffers
 
     def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:
         """Model and descriptor go up; head and descriptor stay."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.blocks.inner_step import stepped
@@ -90,7 +89,7 @@ class FedTTA(Method):
         rate = self.inner_lr * state["now"]["decay"]
         adapted = stepped(psi, grads, rate, self.inner_weight_decay, clip=None)
         output = self.outputs({**tensors, **adapted}, batch, phase)
-        value = F.cross_entropy(output.logits, batch["y"])
+        value = self.cross_entropy(output.logits, batch)
         if self.mu:
             teacher = self.outputs(state["received"], batch, phase).logits.log_softmax(1)
             apart = (teacher.exp() * (teacher - before.log_softmax(1))).sum(1).mean()
