@@ -213,16 +213,26 @@ def join(
         str | None, typer.Option("--network", "--model", help="Which network, if the run mixes several.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    strict: Annotated[bool, typer.Option("--strict", help="An image that cannot be read is an error.")] = False,
+    format: Format = "table",
 ) -> None:
     """Give an unseen client a model of its own and predictions, from its unlabelled images."""
     from fedshift.join import join as join_run
-    from fedshift.join.report import headline, lines, summary
+    from fedshift.join.report import classes_table, headline, lines, summary
 
+    as_json = _wants_json(format)
     console = _console()
-    with console.status("joining"):
-        joined = join_run(path, data, adapter, out, method=method, seed=seed, model=network, device=device)
+    with Console(stderr=True).status("joining"):
+        joined = join_run(
+            path, data, adapter, out, method=method, seed=seed, model=network, device=device, strict=strict
+        )
+    if as_json:
+        print(json.dumps({**joined.as_dict(), "files": [str(file) for file in joined.files]}, indent=1))
+        return
     console.print(f"[bold]{_escaped(headline(joined))}", highlight=False, soft_wrap=True)
     console.print(summary(joined))
+    if joined.report is not None:
+        console.print(classes_table(joined.report))
     for line in lines(joined):
         console.print(_escaped(line), highlight=False, soft_wrap=True)
 
