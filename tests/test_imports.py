@@ -26,6 +26,7 @@ MAY = {
     "runs": {"core", "data", "store", "engines", "experiment", "results"},
     "join": {"core", "data", "store", "engines", "experiment", "results", "runs"},
     "inspect": {"core", "data", "store", "engines", "experiment", "results", "runs", "systems"},
+    "export": {"core", "data", "store", "engines", "experiment", "runs"},
 }
 ALONE = {"catalogue.py", "doctor.py", "cli.py", "__init__.py", "errors.py"}
 

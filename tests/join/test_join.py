@@ -189,7 +189,7 @@ def test_every_method_serves_an_unseen_client_as_its_run_did_or_refuses(
             torch.testing.assert_close(module(pixels.movedim(1, -1)), artefact(pixels), atol=1e-5, rtol=1e-5)
     else:  # several models, or draws: one network alone would answer something else
         assert name in {"fedcir", "fedsr", "knn-per", "pfl-ensemble"}
-        with pytest.raises(UserError, match="more than one pass of its network .* use the artefact itself"):
+        with pytest.raises(UserError, match=r"more than one pass of its network .* use the artefact itself"):
             artefact.module()
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 import fedshift
@@ -28,7 +26,7 @@ from fedshift.engines.reference import EVALUATION_CHUNK, as_floats, predictions
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec
 from fedshift.runs.answers import Answers
-from fedshift.runs.artefact_files import CONFIG, MODEL, STATE, part_file, write
+from fedshift.runs.artefact_files import CONFIG, MODEL, STATE, load_model, part_file, write
 from fedshift.runs.new_folder import digest_of
 from fedshift.runs.pixel_network import PixelNetwork
 from fedshift.runs.raw_images import RawImages, as_bytes
@@ -244,7 +242,8 @@ def described(
 def _settings(spec: AdapterSpec, setup: Setup, method: Method, ctx: Context | None = None) -> dict[str, Any]:
     """An adapter's name and all of its settings, as they are at the round that serves."""
     made = setup.adapter(spec, method, ctx)
-    return {"name": spec.name, **{key: getattr(made, key.replace("-", "_")) for key in ADAPTERS[spec.name].options}}
+    options = {key: getattr(made, key.replace("-", "_")) for key in ADAPTERS[spec.name].options}
+    return {"name": spec.name, **{key: value for key, value in options.items() if value is not None}}
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------------
@@ -273,10 +272,7 @@ def load(folder: str | Path, network: Network | None = None) -> Artefact:
     experiment = Experiment.parse(table, str(path / CONFIG))
     spec: MethodSpec = experiment.method[0]
     setup = make_setup(experiment, spec, placeholder(shape, classes), network)
-    try:
-        model = load_file(path / MODEL)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path / MODEL} cannot be read ({error})") from None
+    model = load_model(path / MODEL, (*setup.method.arch.parameters, *setup.method.arch.buffers))
     rest = load_trees(path / STATE)[0]["state"] if (path / STATE).is_file() else {}
     parts = {own.title: Part(own, _part(path / part_file(own.title))) for own in specs}
     return Artefact(setup, {"model": model, **rest}, parts, classes, config)

@@ -8,16 +8,19 @@ them and where they come from, with a digest of every file. A folder is written 
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedshift.core.arch import Arch
 from fedshift.core.tree import Tensors, Tree, pick
+from fedshift.errors import UserError
 from fedshift.runs.new_folder import digest_of, files_in, new_folder
 from fedshift.store.toml import toml_text
 from fedshift.store.trees import write as write_trees
@@ -42,7 +45,7 @@ def write(
     rest = {slot: leaves for slot, leaves in deployed.items() if slot != "model"}
     with new_folder(folder) as place:
         if like is None or not _linked(like / MODEL, place / MODEL):
-            save_file(plain(pick(deployed["model"], (*arch.parameters, *arch.buffers))), place / MODEL)
+            save_model(place / MODEL, pick(deployed["model"], (*arch.parameters, *arch.buffers)))
         if rest:
             write_trees(place / STATE, {"state": rest})
         for label, tree in (parts or {}).items():
@@ -53,6 +56,25 @@ def write(
         for name, content in (beside or {}).items():
             (place / name).write_bytes(content)
     return files_in(folder)
+
+
+def save_model(path: Path, tensors: Tensors) -> None:
+    """A plain file for anybody's loader; files sort names, so their order is in the header."""
+    save_file(plain(tensors), path, metadata={"order": json.dumps(list(tensors))})
+
+
+def load_model(path: Path, usual: Iterable[str]) -> Tensors:
+    """The tensors in the order in which they were; ``usual`` if the file does not say.
+
+    An adapter's optimiser calls its memory by the first tensor's name, so another order would not find it again.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            order = json.loads((file.metadata() or {}).get("order", "null"))
+        found = load_file(path)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error})") from None
+    return {name: found[name] for name in dict.fromkeys([*(order or usual), *found]) if name in found}
 
 
 def part_file(label: str) -> str:

@@ -158,12 +158,12 @@ def choose_run(path: Path, method: str | None = None, seed: int | None = None) -
     if len(wanted) == 1:
         return wanted.pop()
     asked = [f"method {method!r}"] * (method is not None) + [f"seed {seed}"] * (seed is not None)
-    listed = _listed([run.relative_to(path).as_posix() for run in runs if run in wanted or not wanted])
+    names = listed([run.relative_to(path).as_posix() for run in runs if run in wanted or not wanted])
     if not wanted:
-        raise UserError(f"{path} has no finished run of {' and '.join(asked)}; it has: {listed}")
+        raise UserError(f"{path} has no finished run of {' and '.join(asked)}; it has: {names}")
     raise UserError(
         f"{path} holds {len(wanted)} finished runs, and one is wanted: add --method and --seed, or name one of them: "
-        f"{listed}"
+        f"{names}"
     )
 
 
@@ -221,5 +221,10 @@ def _identity(run: Path) -> tuple[str, int]:
         raise UserError(f"{run / 'config.toml'} is not a run's") from None
 
 
-def _listed(names: Sequence[str], most: int = 30) -> str:
+def listed(names: Sequence[str], most: int = 30) -> str:
+    """Names for a sentence.
+
+    >>> listed(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
