@@ -507,15 +507,15 @@ def test_a_network_that_cannot_be_traced_is_refused(tmp_path: Path, capfd: pytes
 def test_a_file_with_other_answers_is_never_left_behind(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(images: Tensor) -> Tensor:
-        return torch.full((len(images), 10), 0.1)
+    def wrong(images: Tensor) -> dict[str, Tensor]:
+        return {name: torch.full((len(images), 10), 0.1) for name in ("probabilities", "logits")}
 
     monkeypatch.setattr(
         "fedshift.export.exporting.NETWORK_FILES",
         {"onnx": replace(NETWORK_FILES["safetensors"], name="model.onnx", read=lambda *_: wrong)},
     )
     said = refused(world.folder("fedbn"), "paper", format="onnx", out=tmp_path / "new" / "out")
-    assert said.startswith("model.onnx would give other probabilities than fedshift (")
+    assert said.startswith("model.onnx would give other answers than fedshift (probabilities 0.")
     assert not (tmp_path / "new").exists()
 
 

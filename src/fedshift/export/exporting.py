@@ -28,7 +28,7 @@ from fedshift.runs.write_artefacts import folder_name
 ARTEFACT = "artefact"
 FORMATS = (ARTEFACT, *NETWORK_FILES)
 COMPARED = 8  # images on which what was written is compared with what was meant
-MOST_APART = 1e-4  # of a probability
+MOST_APART = 1e-4  # in a probability, or in a logit as a share of the largest
 
 
 @dataclass(frozen=True)
@@ -124,28 +124,33 @@ def _of_run(
 
 
 def write_network(artefact: Artefact, file: NetworkFile, folder: Path) -> float:
-    """The artefact's network as one file in a new folder, and how far its answers are from the artefact's own.
+    """The artefact's network as one file in a new folder, and how far its probabilities are from the artefact's own.
 
     The file is read again and asked about some images, one alone and several together, before the folder is there.
     """
     network = PixelAnswers(artefact.module())
     shape = network.network.image_shape
     images = rng.integers(rng.seed_of("compared"), torch.arange(COMPARED), 256, shape).to(torch.uint8)
-    wanted = artefact.predict(images.movedim(-1, 1)).probabilities
+    wanted = artefact.predict(images.movedim(-1, 1))
     with new_folder(folder) as place:
         try:
             file.write(network, facts_of(artefact, file), place / file.name)
-            answer = file.read(place / file.name, network)
-            found = torch.cat([answer(images[:1]), answer(images[1:])])
+            read = file.read(place / file.name, network)
+            with torch.no_grad():
+                answers = [read(some) for some in (images[:1], images[1:])]
         except OSError:
             raise
         except Exception as error:  # a network of one's own may hold anything, and exporters raise whatever they like
             why = line(error.__cause__ or error)
             raise UserError(f"this network cannot be written as {file.name} ({why}); use --format artefact") from error
-        apart = float((found.double() - wanted).abs().max())
-        if not apart <= MOST_APART:  # NaN too
+        found = {name: torch.cat([answer[name] for answer in answers]).double() for name in answers[0]}
+        apart = float((found["probabilities"] - wanted.probabilities).abs().max())
+        logits = wanted.logits.double()  # they still differ where probabilities are all 0 or 1
+        relative = float((found["logits"] - logits).abs().max() / logits.abs().max().clamp(min=1))
+        if not max(apart, relative) <= MOST_APART:  # NaN too
             raise UserError(
-                f"{file.name} would give other probabilities than fedshift ({apart:.2g} apart): use --format artefact"
+                f"{file.name} would give other answers than fedshift (probabilities {apart:.2g} apart, logits "
+                f"{relative:.2g} of the largest): use --format artefact"
             )
     return apart
 

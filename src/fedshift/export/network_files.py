@@ -1,7 +1,7 @@
 """A client's network as one file that others read: raw pixels in, probabilities and logits out.
 
-Every writer gets a :class:`PixelAnswers` and the facts that belong into the file; every reader gives the probabilities of
-raw images with what the file holds, so that what was written can be compared with what was meant.
+Every writer gets a :class:`PixelAnswers` and the facts that belong into the file; every reader answers raw images with what
+the file holds, so that what was written can be compared with what was meant.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PixelAnswers(nn.Module):
         return torch.zeros(2, *self.network.image_shape, dtype=torch.uint8)
 
 
-Read = Callable[[Tensor], Tensor]
+Read = Callable[[Tensor], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,12 @@ def _read_onnx(path: Path, _: PixelAnswers) -> Read:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    return lambda images: torch.from_numpy(session.run(["probabilities"], {INPUT: images.numpy()})[0])
+
+    def read(images: Tensor) -> dict[str, Tensor]:
+        found = session.run(list(OUTPUTS), {INPUT: images.numpy()})
+        return {name: torch.from_numpy(array) for name, array in zip(OUTPUTS, found, strict=True)}
+
+    return read
 
 
 # ---- torch.export ---------------------------------------------------------------------------------------------------------
@@ -105,8 +110,8 @@ def _write_exported(network: PixelAnswers, facts: Mapping[str, str], path: Path)
 
 def _read_exported(path: Path, _: PixelAnswers) -> Read:
     with _quiet():
-        program: Any = torch.export.load(path).module()
-    return lambda images: program(images)["probabilities"].detach()
+        program: Read = torch.export.load(path).module()
+    return program
 
 
 # ---- safetensors ----------------------------------------------------------------------------------------------------------
@@ -116,7 +121,7 @@ def _write_tensors(network: PixelAnswers, facts: Mapping[str, str], path: Path) 
 
 def _read_tensors(path: Path, network: PixelAnswers) -> Read:
     network.network.load_state_dict(load_file(path))
-    return lambda images: network(images)["probabilities"].detach()
+    return network
 
 
 @contextmanager
