@@ -105,18 +105,19 @@ PLACES: Mapping[str, Point] = {
     "systems": (58, 278), "methods": (176, 278), "adapters": (294, 278), "engines": (468, 278),
     "results": (690, 206), "experiment": (322, 206),
     "runs": (468, 134),
-    "inspect": (396, 62), "join": (540, 62),
+    "inspect": (322, 62), "join": (468, 62), "export": (614, 62),
 }  # fmt: skip
 WORDS = {
     "core": "the contract", "blocks": "what methods share", "models": "networks", "data": "tasks, streams",
     "store": "run folders", "systems": "five papers", "methods": "one file each", "adapters": "one file each",
     "engines": "who does the work", "results": "tables, plots, pages", "experiment": "TOML, presets",
     "runs": "plan, session, artefact", "inspect": "what was learnt", "join": "unseen clients",
+    "export": "models for elsewhere",
 }  # fmt: skip
 COLOURS = {
     "core": NOUN,
     **dict.fromkeys(("systems", "methods", "adapters", "models"), SOFT),
-    **dict.fromkeys(("runs", "join", "inspect"), FILE),
+    **dict.fromkeys(("runs", "join", "inspect", "export"), FILE),
 }
 NARROW = ("systems", "methods", "adapters")
 

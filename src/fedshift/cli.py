@@ -1,4 +1,4 @@
-"""The command line: ``fedshift run | data | list | show | advise | inspect | cost-to-target | join | doctor``."""
+"""The command line: ``fedshift run | data | list | show | advise | inspect | cost-to-target | join | export | doctor``."""
 
 from __future__ import annotations
 
@@ -264,17 +264,83 @@ def join(
         str | None, typer.Option("--network", "--model", help="Which network, if the run mixes several.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    strict: Annotated[bool, typer.Option("--strict", help="An image that cannot be read is an error.")] = False,
+    format: Format = "table",
 ) -> None:
     """Give an unseen client a model of its own and predictions, from its unlabelled images."""
     from fedshift.join import join as join_run
-    from fedshift.join.report import headline, lines, summary
+    from fedshift.join.report import classes_table, headline, lines, summary
 
+    as_json = _wants_json(format)
     console = _console()
-    with console.status("joining"):
-        joined = join_run(path, data, adapter, out, method=method, seed=seed, model=network, device=device)
+    with Console(stderr=True).status("joining"):
+        joined = join_run(
+            path, data, adapter, out, method=method, seed=seed, model=network, device=device, strict=strict
+        )
+    if as_json:
+        print(json.dumps({**joined.as_dict(), "files": [str(file) for file in joined.files]}, indent=1))
+        return
     console.print(f"[bold]{_escaped(headline(joined))}", highlight=False, soft_wrap=True)
     console.print(summary(joined))
+    if joined.report is not None:
+        console.print(classes_table(joined.report))
     for line in lines(joined):
+        console.print(_escaped(line), highlight=False, soft_wrap=True)
+
+
+@app.command()
+def export(
+    path: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run folder, or a folder above some; or that of an artefact.")
+    ],
+    client: Annotated[str | None, typer.Option(help="Whose model: a client of the run.")] = None,
+    unseen: Annotated[
+        bool,
+        typer.Option(
+            "--unseen",
+            help="The model any unseen client would get: what the server sends and what clients gave away, before "
+            "it shows an image (for one that has images: fedshift join).",
+        ),
+    ] = False,
+    format: Annotated[
+        str,
+        typer.Option(
+            help="artefact (for fedshift.load, can adapt), or the network alone with its normalisation inside: onnx, "
+            "torch-export or safetensors."
+        ),
+    ] = "artefact",
+    method: Annotated[str | None, typer.Option(help="Which method, if RUN holds several.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Which seed, if RUN holds several.")] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(help="Only this adapter of the run, by its label or name; none leaves all out. Default: all."),
+    ] = None,
+    network: Annotated[
+        str | None, typer.Option("--network", help="Which network, if the run mixes several; with --unseen.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A new folder; default RUN/exported/CLIENT-FORMAT.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+) -> None:
+    """Write one client's model for use elsewhere: raw pixels in, probabilities out."""
+    from fedshift.export import export as export_model
+    from fedshift.export.report import headline, lines
+
+    console = _console()
+    with console.status("exporting"):
+        exported = export_model(
+            path,
+            client,
+            unseen=unseen,
+            format=format,
+            out=out,
+            method=method,
+            seed=seed,
+            adapter=adapter,
+            model=network,
+            device=device,
+        )
+    console.print(f"[bold]{_escaped(headline(exported))}", highlight=False, soft_wrap=True)
+    for line in lines(exported):
         console.print(_escaped(line), highlight=False, soft_wrap=True)
 
 

@@ -30,7 +30,10 @@ CORE = (
     "loky",
     "cloudpickle",
 )
-EXTRAS = {"hub": ("datasets", "Hugging Face hub data sets")}
+EXTRAS = {
+    "hub": ("datasets", "Hugging Face hub data sets"),
+    "export": ("onnxscript", "networks as ONNX, fedshift export --format onnx"),
+}
 
 
 def report() -> list[str]:

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -35,7 +36,9 @@ from fedshift.engines.reference import predictions
 from fedshift.engines.sequential import Sequential
 from fedshift.join import Joined, join, load
 from fedshift.join.images import read_images
-from fedshift.join.joining import Prediction, choose_adapter
+from fedshift.join.joining import Prediction
+from fedshift.join.report import classes_table, summary
+from fedshift.runs.open import choose_adapter
 from fedshift.runs.session import Session
 from fedshift.runs.setup import make_setup, make_task
 from fedshift.store.folder import RunFolder
@@ -176,13 +179,17 @@ def test_every_method_serves_an_unseen_client_as_its_run_did_or_refuses(
     assert len(joined.predictions) == samples
     assert sum(map(str.__eq__, labels(joined), world.truth)) == correct
     artefact = load(out)
-    answers = artefact(read_images(world.flat, (3, 8, 8), artefact.classes).pixels / 255).argmax(1)
-    assert [artefact.classes[i] for i in answers.tolist()] == labels(joined)
+    pixels = read_images(world.flat, (3, 8, 8), artefact.classes).pixels
+    assert list(artefact.predict(pixels).labels) == labels(joined)
+    assert torch.equal(artefact(pixels / 255), artefact(pixels))
     if type(artefact.method).predict is Method.predict:
-        artefact.module().load_state_dict(load_file(out / "model.safetensors"), strict=True)
+        module = artefact.module()
+        module.network.load_state_dict(load_file(out / "model.safetensors"), strict=True)
+        with torch.no_grad():
+            torch.testing.assert_close(module(pixels.movedim(1, -1)), artefact(pixels), atol=1e-5, rtol=1e-5)
     else:  # several models, or draws: one network alone would answer something else
         assert name in {"fedcir", "fedsr", "knn-per", "majority", "pfl-ensemble"}
-        with pytest.raises(UserError, match="call the artefact itself"):
+        with pytest.raises(UserError, match=r"more than one pass of its network .* use the artefact itself"):
             artefact.module()
 
 
@@ -314,7 +321,7 @@ def test_the_folder_of_an_unseen_client(world: World, a_few: Path) -> None:
     joined = join(run, a_few, "strong")
     folder = run / "joined" / "few-strong"
     assert [path.relative_to(folder).as_posix() for path in joined.files] == [
-        "config.toml", "model.safetensors", "predictions.csv", "adapters/strong.safetensors"
+        "config.toml", "model.safetensors", "predictions.csv", "report.json", "adapters/strong.safetensors"
     ]  # fmt: skip
     assert set(content(folder)) == {path.relative_to(folder).as_posix() for path in joined.files}
     assert [path.name for path in folder.parent.iterdir() if path.name.startswith(".")] == []
@@ -322,7 +329,12 @@ def test_the_folder_of_an_unseen_client(world: World, a_few: Path) -> None:
     assert [row["file"] for row in listed] == [f"{i:04}.png" for i in range(5)]
     assert [row["label"] for row in listed] == labels(joined)
     assert [float(row["confidence"]) for row in listed] == [round(p.confidence, 6) for p in joined.predictions]
-    assert list(listed[0]) == ["file", "label", "confidence"]
+    assert list(listed[0]) == ["file", "label", "confidence", *world.task.classes]
+    for row in listed:
+        chances = {name: float(row[name]) for name in world.task.classes}
+        assert sum(chances.values()) == pytest.approx(1, abs=1e-7)
+        assert max(chances, key=lambda name: chances[name]) == row["label"]
+        assert max(chances.values()) == pytest.approx(float(row["confidence"]), abs=1e-6)
     config = tomllib.loads((folder / "config.toml").read_text())
     assert config["classes"] == list(world.task.classes)
     assert config["input"] | {"scale": ""} == {
@@ -346,11 +358,13 @@ def test_the_folder_of_an_unseen_client(world: World, a_few: Path) -> None:
 def test_an_artefact_is_a_function_and_its_network_a_module(world: World, a_few: Path, tmp_path: Path) -> None:
     joined = join(world.folder("fedthe"), a_few, "none", tmp_path / "out")
     artefact = load(tmp_path / "out")
-    x = read_images(a_few, (3, 8, 8), artefact.classes).pixels / 255
+    pixels = read_images(a_few, (3, 8, 8), artefact.classes).pixels
+    x = pixels / 255
     assert artefact(x).double().softmax(1).amax(1).tolist() == [item.confidence for item in joined.predictions]
+    assert artefact(x).double().softmax(1).tolist() == [list(item.probabilities) for item in joined.predictions]
     module = artefact.module()
     assert not module.training
-    torch.testing.assert_close(module(artefact.method.arch.normalise(x)), artefact(x))
+    torch.testing.assert_close(module(pixels.movedim(1, -1)), artefact(x))
 
 
 def test_nothing_is_written_over(world: World, a_few: Path, tmp_path: Path) -> None:
@@ -371,7 +385,7 @@ def test_a_failure_while_writing_leaves_nothing(
     def broken(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fedshift.runs.artefact.os.fsync", broken)
+    monkeypatch.setattr("fedshift.runs.new_folder.os.fsync", broken)
     said = refused(world.folder("fedavg"), a_few, out=tmp_path / "new" / "out")
     assert "No space left on device" in said
     assert not (tmp_path / "new").exists()
@@ -397,6 +411,43 @@ def test_labels_are_compared_with_and_change_nothing(world: World, tmp_path: Pat
     assert plain.accuracy is None
     flat = {item.file: item.label for item in plain.predictions}
     assert {item.file.split("/")[1]: item.label for item in joined.predictions} == flat
+
+
+def test_the_report_is_that_of_scikit_learn(world: World, tmp_path: Path) -> None:
+    from sklearn.metrics import classification_report
+
+    joined = join(world.folder("fedavg"), world.labelled, out=tmp_path / "out")
+    truth = [item.file.split("/")[0] for item in joined.predictions]
+    expected = classification_report(truth, labels(joined), output_dict=True, zero_division=0)
+    found = json.loads((tmp_path / "out" / "report.json").read_text())["classification"]
+    assert found == joined.report
+    assert {**found["classes"], **{key: value for key, value in found.items() if key != "classes"}} == expected
+    assert found["accuracy"] == joined.accuracy
+    plain = join(world.folder("fedavg"), world.flat, out=tmp_path / "flat")
+    assert plain.report is None
+    assert "classification" not in json.loads((tmp_path / "flat" / "report.json").read_text())
+
+
+def test_a_class_may_be_called_like_a_column_or_an_average(tmp_path: Path) -> None:
+    numbers = np.random.default_rng(0).integers(0, 256, (60, 8, 8, 3), dtype=np.uint8)
+    names = ["label", "macro avg", "[red]x"]
+    pool = fedshift.from_arrays(numbers, [names[i % 3] for i in range(60)], domains=["ab"[i % 2] for i in range(60)])
+    chosen = experiment(data={}, split={}, method=[{"name": "fedavg"}], rounds=1)
+    (folder,) = fedshift.run(chosen, tmp_path, engine="sequential", data=pool).folders
+    for i in range(6):
+        (tmp_path / "new" / names[i % 3]).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(numbers[i]).save(tmp_path / "new" / names[i % 3] / f"{i}.png")
+    joined = join(folder, tmp_path / "new")
+    assert joined.report is not None
+    assert set(joined.report["classes"]) <= set(names)
+    assert sum(own["support"] for own in joined.report["classes"].values()) == 6
+    listed = rows(joined.files[0].parent / "predictions.csv")
+    assert set(listed[0]) == {"file", "label", "confidence", "label (class)", "macro avg", "[red]x"}
+    assert all(row["label"] in names for row in listed)
+    text = io.StringIO()
+    Console(file=text, width=100).print(classes_table(joined.report))
+    Console(file=text, width=100).print(summary(joined))
+    assert text.getvalue().count("[red]x") >= 1
 
 
 def test_class_folders_are_not_shown_class_by_class(world: World, tmp_path: Path) -> None:
@@ -532,6 +583,54 @@ def test_parquet_in_the_runs_own_columns(tmp_path: Path, world: World, a_few: Pa
         read_images(table, (3, 8, 8), ("0",))
 
 
+# ---- images that cannot be read ------------------------------------------------------------------------------------------
+def test_a_broken_image_is_named_and_skipped(world: World, a_few: Path, tmp_path: Path) -> None:
+    run = world.folder("fedavg")
+    whole = join(run, a_few, out=tmp_path / "whole")
+    (a_few / "0001.png").write_bytes(b"no picture")
+    cut = a_few / "0003.png"
+    cut.write_bytes(cut.read_bytes()[:60])
+    joined = join(run, a_few, out=tmp_path / "out")
+    kept = tuple(item for item in whole.predictions if item.file not in ("0001.png", "0003.png"))
+    assert [item.file for item in joined.predictions] == [item.file for item in kept]
+    assert [item.label for item in joined.predictions] == [item.label for item in kept]
+    for one, other in zip(joined.predictions, kept, strict=True):
+        assert one.probabilities == pytest.approx(other.probabilities, abs=1e-6)
+    assert [file for file, _ in joined.skipped] == ["0001.png", "0003.png"]
+    assert joined.notes[0].startswith(
+        "2 of 5 images cannot be read and were skipped: 0001.png (its format is not known), 0003.png ("
+    )
+    said = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert said["skipped"][0] == {"file": "0001.png", "why": "its format is not known"}
+    assert (said["images"], len(rows(tmp_path / "out" / "predictions.csv"))) == (3, 3)
+    config = tomllib.loads((tmp_path / "out" / "config.toml").read_text())
+    assert (config["images"], config["skipped"]) == (3, 2)
+    strict = refused(run, a_few, out=tmp_path / "strict", strict=True)
+    assert strict == "the image in 0001.png cannot be decoded: its format is not known"
+    assert not (tmp_path / "strict").exists()
+
+
+def test_nothing_but_broken_images_is_an_error(world: World, a_few: Path, tmp_path: Path) -> None:
+    for path in a_few.iterdir():
+        path.write_bytes(b"no picture")
+    said = refused(world.folder("fedavg"), a_few, out=tmp_path / "out")
+    assert said.startswith("none of the 5 images can be read: the image in 0000.png cannot be decoded")
+    one = refused(world.folder("fedavg"), a_few / "0002.png", out=tmp_path / "out")
+    assert one == "the image in 0002.png cannot be decoded: its format is not known"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_row_without_a_picture_is_skipped_with_its_label(world: World, a_few: Path, tmp_path: Path) -> None:
+    files = sorted(a_few.iterdir())
+    pictures = [None if i == 2 else {"bytes": file.read_bytes(), "path": file.name} for i, file in enumerate(files)]
+    truth = [int(label) for label in world.truth[:5]]
+    pq.write_table(pa.table({"image": pictures, "label": truth}), tmp_path / "x.parquet")
+    joined = join(world.folder("fedavg"), tmp_path / "x.parquet", out=tmp_path / "out")
+    assert [file for file, _ in joined.skipped] == ["x.parquet#2"]
+    left = [str(label) for i, label in enumerate(truth) if i != 2]
+    assert joined.right == tuple(map(str.__eq__, labels(joined), left))
+
+
 # ---- what cannot be done ------------------------------------------------------------------------------------------------
 def bad_data(root: Path, source: Path) -> Iterator[tuple[str, Path, str]]:
     """What is wrong, where it lies, and what is said."""
@@ -577,7 +676,7 @@ def test_bad_data_get_one_sentence_and_nothing_is_written(world: World, a_few: P
     root = tmp_path / "bad"
     root.mkdir()
     for what, path, said in bad_data(root, a_few):
-        assert said in refused(world.folder("fedavg"), path, out=tmp_path / "new" / "out"), what
+        assert said in refused(world.folder("fedavg"), path, out=tmp_path / "new" / "out", strict=True), what
         assert not (tmp_path / "new").exists(), what
 
 
@@ -585,7 +684,7 @@ def test_a_run_is_chosen_by_method_and_seed(world: World, a_few: Path, tmp_path:
     two = experiment(seeds=[0, 1], rounds=1, method=[{"name": "fedavg", "label": "plain"}], name="two")
     folders = fedshift.run(two, tmp_path, engine="sequential").folders
     said = refused(tmp_path / "two", a_few)
-    assert said.startswith(f"{tmp_path / 'two'} holds 2 finished runs, and a client joins one: add --method and --seed")
+    assert said.startswith(f"{tmp_path / 'two'} holds 2 finished runs, and one is wanted: add --method and --seed")
     assert all(f"plain/{folder.name}" in said for folder in folders)
     assert join(tmp_path, a_few, seed=1).run == folders[1]
     assert "no finished run of method 'fancy'; it has: two/plain/" in refused(tmp_path, a_few, method="fancy")
@@ -655,7 +754,8 @@ def test_runs_on_ones_own_network_join_in_python(world: World, a_few: Path, tmp_
     assert "if it is your own, join in Python" in refused(folder, a_few)
     joined = join(folder, a_few, network=Own)
     artefact = load(joined.files[0].parent, network=Own)
-    assert isinstance(artefact.module(), Own)
+    assert isinstance(artefact.module().network, Own)
+    assert joined.classes == (*world.task.classes, "10")  # the network's output beyond the classes has its number
     assert len(joined.predictions) == 5
 
 
@@ -702,14 +802,36 @@ def test_the_command_says_what_it_did(
     assert f"{UNSEEN} joined fedbn, seed 0" in said
     assert f"Accuracy: {100 * correct / samples:.1f} %." in said
     assert "Adapters this run was scored with: none, bn, fedbn-align passes=2" in said
-    assert f"Files in {out}: config.toml, model.safetensors, predictions.csv, adapters/none.safetensors" in said
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.splitlines() if line.startswith("│")]
+    assert f"Files in {out}: config.toml, model.safetensors, predictions.csv, report.json, adapters/none.safe" in said
+    first, compared = said.split("Compared with the labels")
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in first.splitlines() if line.startswith("│")]
     counts = {row[0]: int(row[1]) for row in cells}
+    assert "macro avg" in compared
     assert counts.pop("all") == samples
     assert counts == {label: [row["label"] for row in listed].count(label) for label in counts}
     code, _, complaint = command(monkeypatch, capsys, "join", *arguments)
     assert code == 2
     assert complaint == f"error: {out} is there already; choose another folder with --out, or remove it"
+
+
+def test_the_command_gives_json_and_skips_what_it_cannot_read(
+    world: World, a_few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (a_few / "[red]bad.png").write_bytes(b"no picture")
+    arguments: Sequence[object] = (world.folder("fedavg"), "--data", a_few)
+    code, said, _ = command(monkeypatch, capsys, "join", *arguments, "--out", tmp_path / "a", "--format", "json")
+    assert code == 0
+    found = json.loads(said)
+    assert (found["images"], found["adapter"], len(found["skipped"])) == (5, "none", 1)
+    assert str(tmp_path / "a" / "predictions.csv") in found["files"]
+    del found["files"]
+    assert found == json.loads((tmp_path / "a" / "report.json").read_text())
+    code, said, _ = command(monkeypatch, capsys, "join", *arguments, "--out", tmp_path / "b")
+    assert code == 0
+    assert "1 of 6 images cannot be read and was skipped: [red]bad.png (its format is not known)." in said
+    code, said, complaint = command(monkeypatch, capsys, "join", *arguments, "--out", tmp_path / "c", "--strict")
+    assert (code, said) == (2, "")
+    assert complaint == "error: the image in [red]bad.png cannot be decoded: its format is not known"
 
 
 def test_the_command_refuses_with_exit_code_two(
@@ -718,7 +840,7 @@ def test_the_command_refuses_with_exit_code_two(
     wrong: Mapping[str, Sequence[object]] = {
         "has nothing to give": (world.folder("local"), "--data", a_few),
         "nothing to give": (world.folder("lg-fedavg"), "--data", a_few),
-        "finished runs, and a client joins one": (world.runs, "--data", a_few),
+        "finished runs, and one is wanted": (world.runs, "--data", a_few),
         "there is no file or folder": (world.folder("fedavg"), "--data", a_few / "missing"),
         "there is no adapter 'nothing'": (world.folder("fedavg"), "--data", a_few, "--adapter", "nothing"),
         "there is no device 'toaster'": (world.folder("fedavg"), "--data", a_few, "--device", "toaster"),
@@ -732,10 +854,6 @@ def test_the_command_refuses_with_exit_code_two(
 
 
 def test_many_classes_are_summed_up(tmp_path: Path) -> None:
-    from rich.console import Console
-
-    from fedshift.join.report import summary
-
     answers = tuple(Prediction(f"{i}.png", f"class {i % 40}", 0.5) for i in range(60))
     joined = Joined("c", tmp_path, "m", 0, 1, "mlp", "none", ("none",), ("mlp",), answers, None, (), ())
     text = io.StringIO()

@@ -47,21 +47,59 @@ def decode(rows: Rows, size: int | tuple[int, int] | None, channels: int) -> tup
     return images, total
 
 
+def decode_readable(
+    rows: Rows, size: tuple[int, int], channels: int
+) -> tuple[np.ndarray, Counter[str], dict[int, str]]:
+    """:func:`decode` of those that can be read, and of the others by number what is wrong with them."""
+
+    def one(i: int) -> tuple[np.ndarray, str] | str:
+        try:
+            return _read(rows.encoded[i], size, channels)
+        except Exception as error:  # as below
+            return _why(error)
+
+    found = in_threads(one, range(len(rows.encoded)))
+    whole = [item for item in found if not isinstance(item, str)]
+    empty = np.empty((0, channels, size[1], size[0]), dtype=np.uint8)
+    images = np.stack([pixels for pixels, _ in whole]) if whole else empty
+    return (
+        images,
+        Counter(kind for _, kind in whole),
+        {i: item for i, item in enumerate(found) if isinstance(item, str)},
+    )
+
+
 def _picture(rows: Rows, i: int, size: int | tuple[int, int] | None, channels: int) -> tuple[np.ndarray, str]:
-    """One image as [channels, height, width], and what it was."""
-    item = rows.encoded[i]
     try:
-        with Image.open(item if isinstance(item, Path) else io.BytesIO(item)) as opened:
-            kind = f"{opened.width}x{opened.height} {opened.mode}"
-            picture = _eight_bit(ImageOps.exif_transpose(opened)).convert(MODES[channels])
+        return _read(rows.encoded[i], size, channels)
     except Exception as error:  # Pillow's readers raise whatever their parsers stumble over
-        why = "its format is not known" if isinstance(error, UnidentifiedImageError) else line(error)
-        raise UserError(f"the image in {rows.where(i)} cannot be decoded: {why}") from error
+        raise UserError(undecodable(rows.where(i), _why(error))) from error
+
+
+def _read(item: Any, size: int | tuple[int, int] | None, channels: int) -> tuple[np.ndarray, str]:
+    """One image as [channels, height, width], and what it was."""
+    with Image.open(item if isinstance(item, Path) else io.BytesIO(item)) as opened:
+        kind = f"{opened.width}x{opened.height} {opened.mode}"
+        return fitted(opened, size, channels), kind
+
+
+def _why(error: Exception) -> str:
+    return "its format is not known" if isinstance(error, UnidentifiedImageError) else line(error)
+
+
+def undecodable(where: str, why: str) -> str:
+    """The sentence about an image that cannot be read."""
+    return f"the image in {where} cannot be decoded: {why}"
+
+
+def fitted(picture: Image.Image, size: int | tuple[int, int] | None, channels: int) -> np.ndarray:
+    """A picture upright, in these colours and this size (Pillow's bicubic filter), as [channels, height, width]."""
+    upright = _eight_bit(ImageOps.exif_transpose(picture)).convert(MODES[channels])
     box = (size, size) if isinstance(size, int) else size
-    if box is not None and picture.size != box:
-        picture = picture.resize(box, Image.Resampling.BICUBIC)
-    pixels = np.asarray(picture)
-    return (pixels.transpose(2, 0, 1) if channels == 3 else pixels[None]), kind
+    if box is not None and upright.size != box:
+        upright = upright.resize(box, Image.Resampling.BICUBIC)
+    pixels = np.asarray(upright)
+    return pixels.transpose(2, 0, 1) if channels == 3 else pixels[None]
 
 
 def _eight_bit(picture: Image.Image) -> Image.Image:

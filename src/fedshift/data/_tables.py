@@ -268,7 +268,15 @@ def _split_hints(parts: Sequence[Part], tables: Sequence[Any]) -> list[str] | No
 
 
 def encoded(part: Part, column: str, table: Any) -> list[Any]:
-    """The encoded pictures of a column, without a copy."""
+    """The encoded pictures of a column, without a copy; every row must have one."""
+    found = pictures_of(part, column, table)
+    for i in (i for i, picture in enumerate(found) if picture is None):
+        raise UserError(f'there is no picture in column "{column}" of "{part.name}", row {i}')
+    return found
+
+
+def pictures_of(part: Part, column: str, table: Any) -> list[Any]:
+    """The encoded pictures of a column, without a copy; None where a row has none."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -282,8 +290,4 @@ def encoded(part: Part, column: str, table: Any) -> list[Any]:
     if not (pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type)):
         raise UserError(f'column "{column}" of "{part.name}" holds no encoded pictures but {values.type}')
     found: list[Any] = [value.as_buffer() for chunk in values.chunks for value in chunk]
-    for i, (data, path) in enumerate(zip(found, paths, strict=True)):
-        if data is None and path is None:
-            raise UserError(f'there is no picture in column "{column}" of "{part.name}", row {i}')
-        found[i] = Path(path) if data is None and path is not None else data
-    return found
+    return [Path(path) if data is None and path is not None else data for data, path in zip(found, paths, strict=True)]

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from fedshift.data._folders import SUFFIXES, others, walk
-from fedshift.data._pixels import decode
+from fedshift.data._pixels import decode_readable, undecodable
 from fedshift.data._rows import Rows
-from fedshift.data._tables import ROLES, Part, encoded, parquet_part
+from fedshift.data._tables import ROLES, Part, parquet_part, pictures_of
 from fedshift.errors import UserError
+
+MOST_NAMED = 10  # of pictures that cannot be read; all of them are in the report's file
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Images:
     resized: int = 0
     converted: int = 0  # from grey to colour, or the other way round
     left_out: tuple[str, ...] = ()  # files beside them that are no pictures
+    broken: tuple[tuple[str, str], ...] = ()  # pictures that cannot be read: name, and what is wrong
 
     def notes(self) -> list[str]:
         """What was done to them, for people."""
@@ -36,6 +39,7 @@ class Images:
         colours = "grey" if channels == 1 else "colour"
         done = {f"resized to {width}x{height}": self.resized, f"converted to {colours}": self.converted}
         said = [f"{count} of {len(self.names)} images were {what}" for what, count in done.items() if count]
+        said += [_skipped(self.broken, len(self.names) + len(self.broken))] if self.broken else []
         return said + ([_left_out(self.left_out)] if self.left_out else [])
 
 
@@ -50,12 +54,17 @@ class _Found:
 
 
 def read_images(
-    path: Path, shape: tuple[int, int, int], classes: Sequence[str], columns: Mapping[str, str] | None = None
+    path: Path,
+    shape: tuple[int, int, int],
+    classes: Sequence[str],
+    columns: Mapping[str, str] | None = None,
+    strict: bool = False,
 ) -> Images:
     """Read pictures as the run's own were read: colours converted, other sizes resized with Pillow's bicubic filter.
 
     A folder has its pictures in it (no labels) or in folders named like classes. ``columns`` says which column of Parquet
-    is the image and which the label, as in ``[data] columns``; the usual names are known.
+    is the image and which the label, as in ``[data] columns``; the usual names are known. A picture that cannot be read is
+    skipped, or, with ``strict``, a mistake; none that can be read is always one.
 
     >>> import tempfile
     >>> from PIL import Image
@@ -69,11 +78,25 @@ def read_images(
     truth = None if found.labels is None else _codes(found, classes)
     channels, height, width = shape
     rows = Rows(found.encoded, found.names.__getitem__, np.zeros(0), (), {})
-    pixels, kinds = decode(rows, (width, height), channels)
+    pixels, kinds, broken = decode_readable(rows, (width, height), channels)
+    for i, why in broken.items():
+        if strict or len(found.names) == 1:
+            raise UserError(undecodable(found.names[i], why))
+        if not len(pixels):
+            raise UserError(f"none of the {len(found.names)} images can be read: {undecodable(found.names[i], why)}")
+    kept = [i for i in range(len(found.names)) if i not in broken]
     other_size = {kind: n for kind, n in kinds.items() if not kind.startswith(f"{width}x{height} ")}
     grey = {kind: n for kind, n in kinds.items() if kind.split()[1] in ("1", "L", "LA", "I", "I;16")}
     converted = sum(grey.values()) if channels == 3 else len(pixels) - sum(grey.values())
-    return Images(found.names, torch.from_numpy(pixels), truth, sum(other_size.values()), converted, found.left_out)
+    return Images(
+        names=tuple(found.names[i] for i in kept),
+        pixels=torch.from_numpy(pixels),
+        truth=None if truth is None else truth[kept],
+        resized=sum(other_size.values()),
+        converted=converted,
+        left_out=found.left_out,
+        broken=tuple((found.names[i], why) for i, why in broken.items()),
+    )
 
 
 def _found(path: Path, columns: Mapping[str, str]) -> _Found:
@@ -92,6 +115,18 @@ def _found(path: Path, columns: Mapping[str, str]) -> _Found:
     if path.suffix.lower() in SUFFIXES:
         return _Found((path.name,), (path,), None)
     raise UserError(f"{path} is neither a folder nor a picture ({_suffixes()}) nor a Parquet file")
+
+
+def _skipped(broken: Sequence[tuple[str, str]], count: int) -> str:
+    """What is said of pictures that cannot be read.
+
+    >>> _skipped([("a.png", "its format is not known")], 5)
+    '1 of 5 images cannot be read and was skipped: a.png (its format is not known)'
+    """
+    shown = ", ".join(f"{name} ({why})" for name, why in broken[:MOST_NAMED])
+    more = f" and {len(broken) - MOST_NAMED} more" if len(broken) > MOST_NAMED else ""
+    were = "was" if len(broken) == 1 else "were"
+    return f"{len(broken)} of {count} images cannot be read and {were} skipped: {shown}{more}"
 
 
 def _left_out(names: Sequence[str]) -> str:
@@ -142,7 +177,7 @@ def _in_tables(files: Mapping[str, Path], columns: Mapping[str, str]) -> _Found:
         label = _column(part, "label", columns)
         table = part.table([column, *([label] if label else [])])
         names += _names(part, table.column(column))
-        pictures += encoded(part, column, table)
+        pictures += pictures_of(part, column, table)
         labels += _labels(part, label, table.column(label).to_pylist()) if label else [None] * table.num_rows
     if not pictures:
         raise UserError(f"{', '.join(files)} holds no images")

@@ -4,35 +4,34 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedshift.core import rng
-from fedshift.core.adapter import Adapter
-from fedshift.core.registry import ADAPTERS
-from fedshift.core.tree import Tree
 from fedshift.data._folders import SUFFIXES
 from fedshift.data.pool import Pool
 from fedshift.data.task import Client, Task
 from fedshift.engines.auto import compute_for
-from fedshift.engines.base import Compute
-from fedshift.engines.reference import placed, predictions
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.torch_flags import steady
 from fedshift.errors import UserError
-from fedshift.experiment.schema import AdapterSpec
+from fedshift.join.classification import classification
 from fedshift.join.images import Images, read_images
-from fedshift.runs.artefact import check_free, described, difference, write
+from fedshift.runs.answers import Answers
+from fedshift.runs.artefact import answered, described, difference
+from fedshift.runs.artefact_files import write
 from fedshift.runs.deployment import Snapshot
-from fedshift.runs.open import OpenRun, choose_run, open_run
+from fedshift.runs.new_folder import check_free
+from fedshift.runs.open import OpenRun, choose_adapter, choose_network, choose_run, open_run
 from fedshift.runs.setup import Network
 
-PREDICTIONS = "predictions.csv"
+PREDICTIONS, REPORT = "predictions.csv", "report.json"
+COLUMNS = ("file", "label", "confidence")
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,7 @@ class Prediction:
     file: str
     label: str
     confidence: float
+    probabilities: tuple[float, ...] = ()  # of every class
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,9 @@ class Joined:
     files: tuple[Path, ...]
     notes: tuple[str, ...]  # what was done to the images, and what went wrong
     validated: bool = True  # whether validation chose the round; otherwise it is the last one
+    classes: tuple[str, ...] = ()  # whose probabilities these are
+    report: Mapping[str, Any] | None = None  # class by class, where labels are known
+    skipped: tuple[tuple[str, str], ...] = ()  # images that cannot be read, and why
 
     @property
     def accuracy(self) -> float | None:
@@ -72,6 +75,24 @@ class Joined:
     def confidence(self) -> float:
         """The mean over images."""
         return sum(item.confidence for item in self.predictions) / len(self.predictions)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What there is to tell but the predictions, as plain values."""
+        known = {} if self.report is None else {"classification": dict(self.report)}
+        return {
+            "client": self.client,
+            "run": str(self.run.resolve()),
+            "method": self.method,
+            "seed": self.seed,
+            "round": self.round,
+            "network": self.network,
+            "adapter": self.adapter,
+            "images": len(self.predictions),
+            "mean-confidence": self.confidence,
+            **known,
+            "skipped": [{"file": file, "why": why} for file, why in self.skipped],
+            "notes": list(self.notes),
+        }
 
 
 def join(
@@ -85,13 +106,15 @@ def join(
     model: str | None = None,
     network: Network | None = None,
     device: str = "auto",
+    strict: bool = False,
 ) -> Joined:
     """Give an unseen client a model, let an adapter run along its images, and write artefact and predictions.
 
     ``run`` is a run folder or one above it (``method`` and ``seed`` choose among several), ``data`` a folder of pictures,
     one picture, or Parquet; labels, if there are any, are only compared with. ``adapter`` is a label of the run's own
     adapters or any adapter's name. ``model`` chooses among the networks of a mixed run; ``network`` is the user's own, if
-    the run was trained with one. Nothing is written if anything is wrong, and nothing is ever written over.
+    the run was trained with one. An image that cannot be read is skipped and named, or a mistake if ``strict``. Nothing is
+    written if anything is wrong, and nothing is ever written over.
     """
     opened = open_run(choose_run(Path(run), method, seed), network)
     setup, experiment, title = opened.setup, opened.experiment, opened.spec.title
@@ -103,7 +126,7 @@ def join(
     client = name_of(source)
     folder = Path(out) if out is not None else opened.folder.path / "joined" / f"{client}-{chosen.title}"
     check_free(folder)
-    images = read_images(source, snapshot.shape, snapshot.classes, experiment.data.columns)
+    images = read_images(source, snapshot.shape, snapshot.classes, experiment.data.columns, strict)
     compute = compute_for(device, experiment.precision)
     task = unseen_task(client, images, snapshot)
     with steady(compute.tf32):
@@ -111,10 +134,13 @@ def join(
         trees, failed = deployment.admit(task, Sequential(compute), compute)
         if client not in trees:
             raise UserError(f"{title!r} has nothing to give to an unseen client: its clients share no whole model")
-        logits, state = predicted(adapting, trees[client], task, snapshot.seed, compute)
+        order = task.unseen[0].test
+        seed = rng.seed_of(snapshot.seed, "adapter")
+        shown, state = answered(adapting, trees[client], images.pixels[order], seed, compute)
+    logits = shown[order.argsort()]
     if not logits.isfinite().all():
         raise UserError(f"{title!r} with adapter {chosen.title!r} gives no finite numbers on {source}")
-    chances, codes = logits.double().softmax(1).max(1)
+    answers = Answers.of(logits, snapshot.classes)
     trouble = "the client serves without its own training steps: their loss or update is not finite"
     joined = Joined(
         client=client,
@@ -127,10 +153,13 @@ def join(
         adapter=chosen.title,
         networks=tuple(setup.methods),
         scored=tuple(opened.scored),
-        predictions=tuple(map(Prediction, images.names, _named(codes, snapshot.classes), chances.tolist())),
-        right=None if images.truth is None else tuple((codes == images.truth).tolist()),
+        predictions=_predictions(images, answers),
+        right=None if images.truth is None else tuple((answers.codes == images.truth).tolist()),
         files=(),
         notes=(*images.notes(), *([trouble] if failed else []), *_broken(opened, chosen.title)),
+        classes=answers.classes,
+        report=None if images.truth is None else classification(images.truth, answers.codes, answers.classes),
+        skipped=images.broken,
     )
     origin = {
         "run": str(joined.run.resolve()),
@@ -143,7 +172,7 @@ def join(
     whole = described(client, setup, experiment, name, snapshot.ctx, snapshot.classes, [chosen], origin)
     config = {**whole, "using": chosen.title, **_counted(joined, images)}
     parts = {chosen.title: difference(state, trees[client])}
-    beside = {PREDICTIONS: _csv(joined.predictions)}
+    beside = {PREDICTIONS: _csv(joined), REPORT: (json.dumps(joined.as_dict(), indent=1) + "\n").encode()}
     files = write(folder, setup.methods[name].arch, trees[client], config, parts, beside)
     return replace(joined, files=tuple(files))
 
@@ -163,21 +192,28 @@ def _broken(opened: OpenRun, adapter: str) -> list[str]:
 def _counted(joined: Joined, images: Images) -> dict[str, Any]:
     """What was seen of the client's images."""
     accuracy = {} if joined.accuracy is None else {"accuracy": joined.accuracy}
-    changed = {"resized": images.resized, "converted": images.converted}
+    changed = {"resized": images.resized, "converted": images.converted, "skipped": len(images.broken)}
     return {"images": len(images.names), **changed, "mean-confidence": joined.confidence, **accuracy}
 
 
-def _csv(items: Sequence[Prediction]) -> bytes:
+def _predictions(images: Images, answers: Answers) -> tuple[Prediction, ...]:
+    sure = answers.confidence.tolist()
+    return tuple(
+        Prediction(name, label, confidence, tuple(row))
+        for name, label, confidence, row in zip(
+            images.names, answers.labels, sure, answers.probabilities.tolist(), strict=True
+        )
+    )
+
+
+def _csv(joined: Joined) -> bytes:
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(("file", "label", "confidence"))
-    lines.writerows((item.file, item.label, f"{item.confidence:.6f}") for item in items)
+    lines.writerow((*COLUMNS, *(f"{name} (class)" if name in COLUMNS else name for name in joined.classes)))
+    for item in joined.predictions:
+        chances = (f"{chance:.9g}" for chance in item.probabilities)
+        lines.writerow((item.file, item.label, f"{item.confidence:.6f}", *chances))
     return text.getvalue().encode()
-
-
-def _named(codes: Tensor, classes: Sequence[str]) -> list[str]:
-    """Names of classes; a network may have more outputs than there are."""
-    return [classes[i] if i < len(classes) else str(i) for i in codes.tolist()]
 
 
 def name_of(source: Path) -> str:
@@ -203,61 +239,3 @@ def unseen_task(client: str, images: Images, snapshot: Snapshot) -> Task:
     labels = torch.zeros(len(pixels), dtype=torch.int64)
     unseen = (Client(client, nothing, nothing, index),)
     return Task(pixels, labels, ids, snapshot.classes, (), unseen, public=public)
-
-
-def predicted(adapter: Adapter, tree: Tree, task: Task, seed: int, compute: Compute) -> tuple[Tensor, Tree]:
-    """Logits of all images, in the order of their files, and the adapter's state after the last one it was shown."""
-    (client,) = task.unseen
-    samples = placed(task, compute.device).samples(client, "test")
-    logits: list[Tensor] = []
-    state = tree
-    shown = predictions(adapter, tree, samples, task.setting("test"), rng.seed_of(seed, "adapter"), compute)
-    for output, _, current in shown:
-        logits.append(output.logits.cpu())
-        state = current
-    return torch.cat(logits)[client.test.argsort()], state
-
-
-def choose_network(opened: OpenRun, name: str | None) -> str:
-    """One of the run's networks, by default the first one."""
-    names = list(opened.setup.methods)
-    if name is not None and name not in names:
-        raise UserError(f"{opened.folder.path} has no network {name!r}; it has: {', '.join(names)}")
-    return names[0] if name is None else name
-
-
-def choose_adapter(scored: Mapping[str, AdapterSpec], name: str | None) -> AdapterSpec:
-    """A run's adapter by label or name, with its options; any other registered one with its defaults.
-
-    Nothing asked for is the run's adapter that works with more than the model (FedTTA's with its learnt loss), if there is
-    one such: the method was trained for it. Otherwise it is no adaptation, unless one other adapter alone was scored.
-
-    >>> scored = {"tent lr=0.01": AdapterSpec(name="tent", label="tent lr=0.01", lr=0.01)}
-    >>> choose_adapter(scored, "tent").options()
-    {'lr': 0.01}
-    >>> choose_adapter(scored, None).title, choose_adapter({**scored, "none": AdapterSpec(name="none")}, None).title
-    ('tent lr=0.01', 'none')
-    >>> choose_adapter(scored, "t3a").options()
-    {}
-    """
-    if name is None:
-        special = [spec for spec in scored.values() if not ADAPTERS[spec.name].make.requires <= {"model"}]
-        if len({spec.name for spec in special}) == 1:
-            return min(special, key=lambda spec: len(spec.options()))  # the plainest
-        if "none" in scored or not scored:
-            return AdapterSpec(name="none")
-        if len(scored) == 1:
-            return next(iter(scored.values()))
-        raise UserError(
-            f"choose an adapter with --adapter: none, or {', '.join(scored)}, which the run was scored with"
-        )
-    if name in scored:
-        return scored[name]
-    same = {title: spec for title, spec in scored.items() if spec.name == name}
-    if len(same) > 1:
-        raise UserError(
-            f"the run was scored with several {name!r}; choose one by its label: {', '.join(map(repr, same))}"
-        )
-    if same:
-        return next(iter(same.values()))
-    return AdapterSpec(name=ADAPTERS[name].name)

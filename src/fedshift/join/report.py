@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
+from fedshift.join.classification import AVERAGES
 from fedshift.join.joining import Joined
 
 MOST = 30  # classes in the table
@@ -31,13 +34,33 @@ def summary(joined: Joined) -> Table:
         by_class.setdefault(item.label, []).append(i)
     ranked = sorted(by_class, key=lambda label: -len(by_class[label]))
     for label in ranked[:MOST]:
-        table.add_row(label, *_numbers(joined, by_class[label]))
+        table.add_row(escape(label), *_numbers(joined, by_class[label]))
     if len(ranked) > MOST:
         rest = [i for label in ranked[MOST:] for i in by_class[label]]
         table.add_row(f"{len(ranked) - MOST} more classes", *_numbers(joined, rest))
     table.add_section()
     table.add_row("all", *_numbers(joined, range(len(joined.predictions))))
     return table
+
+
+def classes_table(report: Mapping[str, Any]) -> Table:
+    """Answers compared with labels, the classes with most images first."""
+    table = Table(title="Compared with the labels", title_justify="left")
+    for column in ("class", "precision", "recall", "F1", "images"):
+        table.add_column(column, justify="left" if column == "class" else "right")
+    ranked = sorted(report["classes"].items(), key=lambda item: -item[1]["support"])
+    for name, numbers in ranked[:MOST]:
+        table.add_row(escape(name), *_shares(numbers))
+    if len(ranked) > MOST:
+        table.add_row(f"{len(ranked) - MOST} more classes in the report's file")
+    table.add_section()
+    for average in AVERAGES:
+        table.add_row(average, *_shares(report[average]))
+    return table
+
+
+def _shares(numbers: Mapping[str, Any]) -> list[str]:
+    return [*(f"{numbers[key]:.3f}" for key in ("precision", "recall", "f1-score")), str(numbers["support"])]
 
 
 def _numbers(joined: Joined, members: Sequence[int]) -> list[str]:

@@ -1,46 +1,40 @@
-"""What one client serves with: a folder of safetensors and TOML that needs neither the run nor its data.
-
-``model.safetensors`` has the network's tensors under the names of its ``nn.Module``; ``state.safetensors`` what else the
-deployed model works with (a second head, descriptors, a learnt loss), if there is anything; ``adapters/LABEL.safetensors``
-what an adapter adds to it: what it made of the training data, or the state it had come to. ``config.toml`` says how to use
-them and where they come from, with a digest of every file. A folder is written whole or not at all, and never changed.
-"""
+"""What one client serves with; on disk a folder that needs neither the run nor its data (``artefact_files.py``)."""
 
 from __future__ import annotations
 
-import copy
-import hashlib
-import os
 import platform
-import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 import fedshift
+from fedshift.core import rng
 from fedshift.core.adapter import Adapter
-from fedshift.core.arch import Arch
 from fedshift.core.context import Context
 from fedshift.core.method import Method
 from fedshift.core.registry import ADAPTERS
-from fedshift.core.tree import Tensors, Tree, pick
+from fedshift.core.tree import Tree
+from fedshift.data.pool import Pool
+from fedshift.data.streams import Setting
+from fedshift.data.task import Samples
+from fedshift.engines.base import Compute
+from fedshift.engines.reference import EVALUATION_CHUNK, as_floats, predictions
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec
+from fedshift.runs.answers import Answers
+from fedshift.runs.artefact_files import CONFIG, MODEL, STATE, load_model, part_file, write
+from fedshift.runs.new_folder import digest_of
+from fedshift.runs.pixel_network import PixelNetwork
+from fedshift.runs.raw_images import RawImages, as_bytes
 from fedshift.runs.setup import Network, Setup, make_setup, placeholder
 from fedshift.store.folder import read_config
-from fedshift.store.toml import toml_text
 from fedshift.store.trees import load as load_trees
-from fedshift.store.trees import write as write_trees
 
 FORMAT = 2
-MODEL, CONFIG, STATE = "model.safetensors", "config.toml", "state.safetensors"
 
 
 @dataclass(frozen=True)
@@ -53,7 +47,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Artefact:
-    """A client's model read back: a function from images in [0, 1] to logits, without further adaptation."""
+    """A client's model: a function from images to logits, which can go on adapting.
+
+    ``served(images)`` are logits, ``served.predict(images)`` labels and probabilities, both of the model as it is;
+    ``served.adapt(images)`` answers and gives the artefact that has adapted to them. Images are raw: see
+    :func:`fedshift.runs.raw_images.as_bytes` for what is taken.
+    """
 
     setup: Setup
     deployed: Tree  # slot ``model``, and what else there is
@@ -79,32 +78,100 @@ class Artefact:
 
     def adapter(self, label: str) -> tuple[Adapter, Tree]:
         """One of its adapters and the state to go on from; any other registered one starts from the deployed model."""
-        if label in self.adapters:
-            part = self.adapters[label]
-            adapter = self.setup.adapter(part.spec, self.method)
-            tree = overlaid(self.deployed, part.tensors)
-            return adapter, tree if label == self.using else adapter.init(tree)
-        adapter = self.setup.adapter(AdapterSpec(name=ADAPTERS[label].name), self.method)
-        return adapter, adapter.init(self.deployed)
+        part = self._own(label)
+        adapter, tree = self.setup.adapter(part.spec, self.method), overlaid(self.deployed, part.tensors)
+        return adapter, tree if label == self.using else adapter.init(tree)
 
     @torch.no_grad()
-    def __call__(self, x: Tensor) -> Tensor:
-        """Logits of images [n, channels, height, width]; the normalisation is part of it."""
-        dtype = next(leaf.dtype for leaf in self.deployed["model"].values() if leaf.is_floating_point())
-        return self.method.predict(self.state, x.to(dtype)).logits
+    def __call__(self, images: RawImages) -> Tensor:
+        """Logits of raw images, or of floats in [0, 1] as [n, channels, height, width]; nothing is adapted."""
+        state, chunks = self.state, self._pixels(images).split(EVALUATION_CHUNK)
+        return torch.cat([self.method.predict(state, self._ready(chunk)).logits for chunk in chunks])
 
-    def module(self) -> nn.Module:
-        """The network alone, in inference mode; it wants normalised images: ``artefact.method.arch.normalise(x)``.
+    def predict(self, images: RawImages) -> Answers:
+        """Labels and probabilities of raw images; nothing is adapted."""
+        return Answers.of(self(images), self.classes)
 
-        Refused where predictions take more than the network: several heads or models, draws of a representation.
+    def adapt(self, images: RawImages, adapter: str = "") -> tuple[Answers, Artefact]:
+        """Answer with an adapter that goes along these images, and the artefact as it is after them.
+
+        ``adapter`` is one of its own by label, or any other by name; left out, it is the one in use, or the only one there
+        is. The artefact itself stays as it is. The answers are those of ``fedshift join`` to the same images in that order.
+        """
+        label = adapter or self._usual()
+        if label != self.using and self.using in self.adapters and self.adapters[self.using].tensors:
+            raise UserError(f"this artefact has adapted with {self.using!r}: load it anew to adapt with {label!r}")
+        part, pixels = self._own(label), as_bytes(images, self.method.arch.input_shape)
+        made, tree = self.setup.adapter(part.spec, self.method), overlaid(self.deployed, part.tensors)
+        logits, state = answered(made, tree, pixels, self._seed, self._compute, tree if label == self.using else None)
+        parts = {**self.adapters, label: Part(part.spec, difference(state, self.deployed))}
+        listed = [{"label": name, **_settings(own.spec, self.setup, self.method)} for name, own in parts.items()]
+        config = {**self.config, "format": FORMAT, "adapter": listed, "using": label}
+        return Answers.of(logits, self.classes), replace(self, adapters=parts, config=config)
+
+    def module(self) -> PixelNetwork:
+        """The network alone, in inference mode: uint8 [n, height, width, channels] to logits, the normalisation inside.
+
+        Refused where answers take more than one pass of the network: several models, a memory, draws of a representation.
         """
         if type(self.method).predict is not Method.predict:
             raise UserError(
-                f"{type(self.method).__name__} predicts with more than one pass of its network: call the artefact itself"
+                f"{self.setup.spec.title!r} answers with more than one pass of its network (several models, a memory or "
+                "draws), which no network alone can: use the artefact itself (--format artefact, fedshift.load)"
             )
-        module = copy.deepcopy(self.method.arch.factory())
-        module.load_state_dict(self.state["model"])
-        return module.eval()
+        return PixelNetwork(self.method.arch, self.state["model"])
+
+    def save(self, folder: str | Path, like: Path | None = None) -> list[Path]:
+        """Write it as a new folder, with the state of the adapter in use; the paths of its files.
+
+        ``like`` is an artefact with the same model, whose file is shared where the disk can do that.
+        """
+        parts = {label: part.tensors for label, part in self.adapters.items() if part.tensors}
+        return write(Path(folder), self.method.arch, self.deployed, self.config, parts, like=like)
+
+    def _own(self, label: str) -> Part:
+        return self.adapters[label] if label in self.adapters else Part(AdapterSpec(name=ADAPTERS[label].name))
+
+    def _usual(self) -> str:
+        if self.using or len(self.adapters) == 1:
+            return self.using or next(iter(self.adapters))
+        listed = ", ".join(self.adapters) or "none of its own, any of fedshift list adapters will do"
+        raise UserError(f"say which adapter to adapt with; this artefact has: {listed}")
+
+    @property
+    def _seed(self) -> int:
+        return rng.seed_of(int(self.config["origin"]["seed"]), "adapter")
+
+    @property
+    def _compute(self) -> Compute:
+        leaf = next(leaf for leaf in self.deployed["model"].values() if leaf.is_floating_point())
+        return Compute(leaf.device, leaf.dtype)
+
+    def _pixels(self, images: RawImages) -> Tensor:
+        shape = self.method.arch.input_shape
+        if not isinstance(images, Tensor) or not images.is_floating_point():
+            return as_bytes(images, shape)
+        if tuple(images.shape[1:]) != shape:
+            wanted = ", ".join(map(str, shape))
+            raise UserError(f"floats in [0, 1] must be [n, {wanted}], not {list(images.shape)}; bytes are resized")
+        return images
+
+    def _ready(self, x: Tensor) -> Tensor:
+        compute = self._compute
+        return (x if x.is_floating_point() else as_floats(x, compute.dtype)).to(compute.device, compute.dtype)
+
+
+def answered(
+    adapter: Adapter, tree: Tree, pixels: Tensor, seed: int, compute: Compute, state: Tree | None = None
+) -> tuple[Tensor, Tree]:
+    """Logits of images (bytes) that an adapter is shown in their order, and its state after the last one.
+
+    ``tree`` is the deployed one with what the adapter prepared; ``state`` is to go on from, None to start.
+    """
+    nothing = torch.zeros(len(pixels), dtype=torch.int64)
+    samples = Samples(pixels, nothing, Pool(pixels, nothing, ("",)).content(), torch.arange(len(pixels)))
+    shown = list(predictions(adapter, tree, samples, Setting("stored"), seed, compute, state))
+    return torch.cat([output.logits.cpu() for output, _, _ in shown]), shown[-1][2]
 
 
 def overlaid(tree: Tree, part: Tree) -> Tree:
@@ -172,94 +239,11 @@ def described(
     }
 
 
-def _settings(spec: AdapterSpec, setup: Setup, method: Method, ctx: Context) -> dict[str, Any]:
+def _settings(spec: AdapterSpec, setup: Setup, method: Method, ctx: Context | None = None) -> dict[str, Any]:
     """An adapter's name and all of its settings, as they are at the round that serves."""
     made = setup.adapter(spec, method, ctx)
-    return {"name": spec.name, **{key: getattr(made, key.replace("-", "_")) for key in ADAPTERS[spec.name].options}}
-
-
-# ---- writing -------------------------------------------------------------------------------------------------------------
-def check_free(folder: Path) -> None:
-    """Refuse to write over something."""
-    if folder.exists() or folder.is_symlink():
-        raise UserError(f"{folder} is there already; choose another folder with --out, or remove it")
-
-
-def write(
-    folder: Path,
-    arch: Arch,
-    deployed: Tree,
-    config: Mapping[str, Any],
-    parts: Mapping[str, Tree] | None = None,
-    beside: Mapping[str, bytes] | None = None,
-    like: Path | None = None,
-) -> list[Path]:
-    """The whole folder or nothing of it; the paths of its files.
-
-    ``parts`` are what adapters add, by label; ``beside`` are more files by name. ``like`` is an artefact with the same
-    model, whose file is shared where the disk can do that.
-    """
-    check_free(folder)
-    made = [parent for parent in folder.parents if not parent.exists()]
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    rest = {slot: leaves for slot, leaves in deployed.items() if slot != "model"}
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-        if like is None or not _linked(like / MODEL, temporary / MODEL):
-            save_file(_plain(pick(deployed["model"], (*arch.parameters, *arch.buffers))), temporary / MODEL)
-        if rest:
-            write_trees(temporary / STATE, {"state": rest})
-        for label, tree in (parts or {}).items():
-            (temporary / "adapters").mkdir(exist_ok=True)
-            write_trees(temporary / part_file(label), {"state": tree})
-        digests = {path.relative_to(temporary).as_posix(): digest_of(path) for path in _files(temporary)}
-        (temporary / CONFIG).write_text(toml_text({**config, "files": digests}), encoding="utf-8")
-        for name, content in (beside or {}).items():
-            (temporary / name).write_bytes(content)
-        for path in _files(temporary):
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        os.rename(temporary, folder)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        for parent in made:
-            with suppress(OSError):
-                parent.rmdir()
-        if isinstance(error, OSError | SafetensorError):
-            why = getattr(error, "strerror", None) or str(error)
-            raise UserError(f"{folder} cannot be written ({why}); choose another with --out") from None
-        raise
-    return _files(folder)
-
-
-def part_file(label: str) -> str:
-    """Where what an adapter adds lies in an artefact."""
-    return f"adapters/{label}.safetensors"
-
-
-def _files(folder: Path) -> list[Path]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(files, key=lambda path: (len(path.parts), path))  # what lies in the folder itself comes first
-
-
-def digest_of(path: Path) -> str:
-    """Of a file's content."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _linked(source: Path, target: Path) -> bool:
-    try:
-        os.link(source, target)
-    except OSError:  # another disk, or one that has no links
-        return False
-    return True
-
-
-def _plain(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Tensors of their own memory, on the CPU."""
-    return {name: leaf.detach().cpu().contiguous().clone() for name, leaf in tensors.items()}
+    options = {key: getattr(made, key.replace("-", "_")) for key in ADAPTERS[spec.name].options}
+    return {"name": spec.name, **{key: value for key, value in options.items() if value is not None}}
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------------
@@ -288,10 +272,7 @@ def load(folder: str | Path, network: Network | None = None) -> Artefact:
     experiment = Experiment.parse(table, str(path / CONFIG))
     spec: MethodSpec = experiment.method[0]
     setup = make_setup(experiment, spec, placeholder(shape, classes), network)
-    try:
-        model = load_file(path / MODEL)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path / MODEL} cannot be read ({error})") from None
+    model = load_model(path / MODEL, (*setup.method.arch.parameters, *setup.method.arch.buffers))
     rest = load_trees(path / STATE)[0]["state"] if (path / STATE).is_file() else {}
     parts = {own.title: Part(own, _part(path / part_file(own.title))) for own in specs}
     return Artefact(setup, {"model": model, **rest}, parts, classes, config)

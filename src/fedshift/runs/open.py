@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fedshift.core.registry import ADAPTERS
 from fedshift.data.pool import Pool
 from fedshift.data.task import Task
 from fedshift.errors import UserError
@@ -158,13 +159,58 @@ def choose_run(path: Path, method: str | None = None, seed: int | None = None) -
     if len(wanted) == 1:
         return wanted.pop()
     asked = [f"method {method!r}"] * (method is not None) + [f"seed {seed}"] * (seed is not None)
-    listed = _listed([run.relative_to(path).as_posix() for run in runs if run in wanted or not wanted])
+    names = listed([run.relative_to(path).as_posix() for run in runs if run in wanted or not wanted])
     if not wanted:
-        raise UserError(f"{path} has no finished run of {' and '.join(asked)}; it has: {listed}")
+        raise UserError(f"{path} has no finished run of {' and '.join(asked)}; it has: {names}")
     raise UserError(
-        f"{path} holds {len(wanted)} finished runs, and a client joins one: add --method and --seed, or name one of them: "
-        f"{listed}"
+        f"{path} holds {len(wanted)} finished runs, and one is wanted: add --method and --seed, or name one of them: "
+        f"{names}"
     )
+
+
+def choose_network(opened: OpenRun, name: str | None) -> str:
+    """One of the run's networks, by default the first one."""
+    names = list(opened.setup.methods)
+    if name is not None and name not in names:
+        raise UserError(f"{opened.folder.path} has no network {name!r}; it has: {', '.join(names)}")
+    return names[0] if name is None else name
+
+
+def choose_adapter(scored: Mapping[str, AdapterSpec], name: str | None) -> AdapterSpec:
+    """A run's adapter by label or name, with its options; any other registered one with its defaults.
+
+    Nothing asked for is the run's adapter that works with more than the model (FedTTA's with its learnt loss), if there is
+    one such: the method was trained for it. Otherwise it is no adaptation, unless one other adapter alone was scored.
+
+    >>> scored = {"tent lr=0.01": AdapterSpec(name="tent", label="tent lr=0.01", lr=0.01)}
+    >>> choose_adapter(scored, "tent").options()
+    {'lr': 0.01}
+    >>> choose_adapter(scored, None).title, choose_adapter({**scored, "none": AdapterSpec(name="none")}, None).title
+    ('tent lr=0.01', 'none')
+    >>> choose_adapter(scored, "t3a").options()
+    {}
+    """
+    if name is None:
+        special = [spec for spec in scored.values() if not ADAPTERS[spec.name].make.requires <= {"model"}]
+        if len({spec.name for spec in special}) == 1:
+            return min(special, key=lambda spec: len(spec.options()))  # the plainest
+        if "none" in scored or not scored:
+            return AdapterSpec(name="none")
+        if len(scored) == 1:
+            return next(iter(scored.values()))
+        raise UserError(
+            f"choose an adapter with --adapter: none, or {', '.join(scored)}, which the run was scored with"
+        )
+    if name in scored:
+        return scored[name]
+    same = {title: spec for title, spec in scored.items() if spec.name == name}
+    if len(same) > 1:
+        raise UserError(
+            f"the run was scored with several {name!r}; choose one by its label: {', '.join(map(repr, same))}"
+        )
+    if same:
+        return next(iter(same.values()))
+    return AdapterSpec(name=ADAPTERS[name].name)
 
 
 def _identity(run: Path) -> tuple[str, int]:
@@ -176,5 +222,10 @@ def _identity(run: Path) -> tuple[str, int]:
         raise UserError(f"{run / 'config.toml'} is not a run's") from None
 
 
-def _listed(names: Sequence[str], most: int = 30) -> str:
+def listed(names: Sequence[str], most: int = 30) -> str:
+    """Names for a sentence.
+
+    >>> listed(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

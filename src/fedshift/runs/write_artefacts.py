@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from fedshift.core.tree import Tree
 from fedshift.experiment.schema import AdapterSpec
-from fedshift.runs.artefact import described, difference, write
+from fedshift.runs.artefact import Artefact, Part, described, difference
 from fedshift.runs.deployment import Deployment
 from fedshift.runs.plan import Job
 from fedshift.runs.session import Session
@@ -42,34 +43,39 @@ def write_artefacts(
     folder = job.folder.path / artefacts_folder(chooser)
     written: dict[int, Path] = {}  # by the identity of a model's tensors: clients that share one share its file
     for name, tree in trees.items():
-        client, target = job.task.client(name), folder / folder_name(name)
+        target = folder / folder_name(name)
         if target.is_dir():  # of a run that was interrupted while it wrote them
             continue
-        network = session.arch_of(client)
-        method = session.setup.methods[network]
-        made = {spec.title: session.setup.adapter(spec, method, deployment.ctx) for spec in adapters}
-        parts = {title: difference(session.prepared(own, tree, client), tree) for title, own in made.items()}
-        config = described(
-            name,
-            session.setup,
-            job.experiment,
-            network,
-            deployment.ctx,
-            job.task.classes,
-            adapters,
-            _origin(job, deployment),
-        )
-        key = id(tree["model"][method.arch.parameters[0]])
-        write(
-            target,
-            method.arch,
-            tree,
-            {**config, "unseen": client in job.task.unseen},
-            {title: part for title, part in parts.items() if part},
-            like=None if session.setup.method.personal else written.get(key),
-        )
+        artefact = artefact_of(job, session, deployment, name, tree, adapters)
+        key = id(tree["model"][artefact.method.arch.parameters[0]])
+        artefact.save(target, like=None if session.setup.method.personal else written.get(key))
         written[key] = target
     job.folder.write(f"{artefacts_folder(chooser)}/complete", "")
+
+
+def artefact_of(
+    job: Job, session: Session, deployment: Deployment, name: str, tree: Tree, adapters: Sequence[AdapterSpec]
+) -> Artefact:
+    """What one client of a run serves with: its deployed tree, and what every adapter makes of its training data."""
+    client = job.task.client(name)
+    network = session.arch_of(client)
+    setup = replace(session.setup, methods={network: session.setup.methods[network]})
+    config = described(
+        name,
+        session.setup,
+        job.experiment,
+        network,
+        deployment.ctx,
+        job.task.classes,
+        adapters,
+        _origin(job, deployment),
+    )
+    specs = [AdapterSpec(**entry) for entry in config["adapter"]]  # with all settings, as they are at this round
+    made = {spec.title: (spec, setup.adapter(spec, setup.method)) for spec in specs}
+    parts = {
+        title: Part(spec, difference(session.prepared(own, tree, client), tree)) for title, (spec, own) in made.items()
+    }
+    return Artefact(setup, tree, parts, job.task.classes, {**config, "unseen": client in job.task.unseen})
 
 
 def _origin(job: Job, deployment: Deployment) -> dict[str, Any]:
