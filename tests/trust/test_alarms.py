@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from fedshift import Result
+from fedshift.join import join
 from fedshift.results.tables import COLLAPSED
 from fedshift.runs.open import open_run
 from tests.trust.worlds import SITES, go, harmful_adapters, skewed, skewed_pool
@@ -76,3 +78,20 @@ def test_a_loss_that_grew_is_said(tmp_path: Path) -> None:
     assert any("training has diverged, try a lower [train] lr" in note for note in wild.trouble), wild.trouble
     calm = go(skewed(), tmp_path / "calm")
     assert not any("diverged" in note for note in calm.trouble)
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_join_says_so_too(result: Result, labelled: bool, tmp_path: Path) -> None:
+    pool = skewed_pool(seed=0, each=10)
+    for k, (image, label) in enumerate(zip(pool.images, pool.labels.tolist(), strict=True)):
+        path = tmp_path / "clinic" / (str(label) if labelled else "") / f"{k}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.movedim(0, -1).numpy()).save(path)
+    folder = next(path for path in result.folders if path.parent.name == "fedavg")
+    with harmful_adapters():
+        notes = join(folder, tmp_path / "clinic", "benign", tmp_path / "out").notes
+        fine = join(folder, tmp_path / "clinic", "none", tmp_path / "fine").notes
+    (said,) = [note for note in notes if "100 % of the predictions are '0'" in note]
+    assert ("mean recall of classes is 33.3 %" if labelled else "unless nearly all images are") in said
+    assert "compare with --adapter none" in said
+    assert not any("of the predictions are" in note for note in fine)

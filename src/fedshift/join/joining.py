@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedshift.core import rng
 from fedshift.data._folders import SUFFIXES
@@ -22,6 +23,8 @@ from fedshift.engines.torch_flags import steady
 from fedshift.errors import UserError
 from fedshift.join.classification import classification
 from fedshift.join.images import Images, read_images
+from fedshift.measures.confusion import ENOUGH, NEARLY, Confusion
+from fedshift.measures.predictions import Predictions
 from fedshift.runs.answers import Answers
 from fedshift.runs.artefact import answered, described, difference
 from fedshift.runs.artefact_files import write
@@ -156,7 +159,12 @@ def join(
         predictions=_predictions(images, answers),
         right=None if images.truth is None else tuple((answers.codes == images.truth).tolist()),
         files=(),
-        notes=(*images.notes(), *([trouble] if failed else []), *_broken(opened, chosen.title)),
+        notes=(
+            *images.notes(),
+            *([trouble] if failed else []),
+            *_broken(opened, chosen.title),
+            *_one_class(answers, images.truth),
+        ),
         classes=answers.classes,
         report=None if images.truth is None else classification(images.truth, answers.codes, answers.classes),
         skipped=images.broken,
@@ -204,6 +212,25 @@ def _predictions(images: Images, answers: Answers) -> tuple[Prediction, ...]:
             images.names, answers.labels, sure, answers.probabilities.tolist(), strict=True
         )
     )
+
+
+def _one_class(answers: Answers, truth: Tensor | None) -> Iterator[str]:
+    """A model or an adapter to which (nearly) every image is one class has collapsed, unless the images are like that."""
+    if truth is None:
+        counts = answers.codes.bincount()
+        share, label = float(counts.max() / counts.sum()), answers.classes[int(counts.argmax())]
+        if share >= NEARLY and len(answers.codes) >= ENOUGH:
+            yield (
+                f"{100 * share:.0f} % of the predictions are {label!r}: unless nearly all images are, the model or its "
+                "adapter has collapsed; compare with --adapter none"
+            )
+        return
+    count = Confusion.of(Predictions(answers.probabilities.log().numpy(), truth.numpy()))
+    if count.collapsed:
+        yield (
+            f"collapsed: {100 * count.top_share:.0f} % of the predictions are {answers.classes[count.top_class]!r}, and the "
+            f"mean recall of classes is {100 * count.balanced_accuracy:.1f} %; compare with --adapter none"
+        )
 
 
 def _csv(joined: Joined) -> bytes:

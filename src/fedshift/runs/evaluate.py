@@ -14,6 +14,7 @@ from fedshift.data.task import Task
 from fedshift.engines.balance import untouched
 from fedshift.engines.base import Density, Score
 from fedshift.experiment.schema import AdapterSpec, Experiment
+from fedshift.runs.answers import names_of
 from fedshift.runs.code import code_digest
 from fedshift.runs.deployment import Deployment, Snapshot
 from fedshift.runs.features import lacking, save_features
@@ -193,10 +194,8 @@ def _rows(
 
 
 def _class_names(job: Job, scores: Mapping[tuple[str, str], Score]) -> tuple[str, ...]:
-    """A name for every logit; a network may have more of them than the data have classes."""
     width = max((score.log_probabilities.shape[1] for score in scores.values()), default=0)
-    names = job.task.classes
-    return (*names, *(f"({k})" for k in range(len(names), width))) if width else ()
+    return names_of(job.task.classes, width) if width else ()
 
 
 def _completed(scored: Sequence[ScoreRow], spec: AdapterSpec, experiment: Experiment) -> list[ScoreRow]:
