@@ -18,19 +18,22 @@ from torch import Tensor
 
 from fedshift.core import rng
 from fedshift.core.rng import seed_of
+from fedshift.data._stratify import Groups, apportioned, stratified
 from fedshift.errors import UserError
 
 Split = tuple[Tensor, Tensor, Tensor]
 
 _TRAIN, _VAL, _TEST = 0, 1, 2
-_SPARE_ORDER = (_TRAIN, _TEST, _VAL)  # who gets an odd image first: a client can do without validation
 
 
-def split(indices: Tensor, groups: Tensor, fractions: tuple[float, float, float], seed: int) -> Split:
+def split(
+    indices: Tensor, groups: Tensor, fractions: tuple[float, float, float], seed: int, labels: Tensor | None = None
+) -> Split:
     """Train, validation and test indices of one client, each sorted; together they are ``indices``.
 
     Sizes are the fractions of the images as nearly as whole groups allow. A client with at least two groups has at
-    least one train and one test image where those fractions are positive.
+    least one train and one test image where those fractions are positive. With ``labels`` (of the whole pool) the same
+    holds for every class: one that two groups or more have is trained and tested on.
 
     >>> train, val, test = split(torch.arange(10), torch.arange(10), (0.6, 0.2, 0.2), seed=0)
     >>> len(train), len(val), len(test), sorted(torch.cat([train, val, test]).tolist()) == list(range(10))
@@ -38,6 +41,10 @@ def split(indices: Tensor, groups: Tensor, fractions: tuple[float, float, float]
     >>> twins = torch.arange(10) // 5                                      # two photographs, five crops of each
     >>> [len(set(twins[part].tolist())) for part in split(torch.arange(10), twins, (0.6, 0.0, 0.4), seed=1)]
     [1, 0, 1]
+    >>> rare = (torch.arange(40) < 2).long()                               # two images of forty are of a class of their own
+    >>> train, _, test = split(torch.arange(40), torch.arange(40), (0.6, 0.2, 0.2), seed=0, labels=rare)
+    >>> int(rare[train].sum()), int(rare[test].sum())
+    (1, 1)
     """
     shares = _checked(fractions)
     _covers(indices, groups)
@@ -51,7 +58,13 @@ def split(indices: Tensor, groups: Tensor, fractions: tuple[float, float, float]
     order = luck.argsort(stable=True)
     order = order[sizes[order].argsort(descending=True, stable=True)]
     sides = torch.empty(len(ids), dtype=torch.int64)
-    sides[order] = torch.from_numpy(_placed(sizes[order].numpy(), shares, seed_of(seed, "split", "sides")))
+    if labels is None:
+        sides[order] = torch.from_numpy(_placed(sizes[order].numpy(), shares, seed_of(seed, "split", "sides")))
+    else:
+        _covers(indices, labels, "class")
+        held = Groups.of(member.numpy(), labels[indices].numpy(), luck.numpy())
+        drawn = stratified(held, shares, seed_of(seed, "split", "classes"))
+        sides[order] = torch.from_numpy(_occupied(drawn[order.numpy()], sizes[order].numpy(), shares))
     side = sides[member]
     train, val, test = (indices[side == part].to(torch.int64).sort().values for part in (_TRAIN, _VAL, _TEST))
     return train, val, test
@@ -78,23 +91,13 @@ def _covers(indices: Tensor, ids: Tensor, what: str = "group") -> None:
         )
 
 
-def _apportioned(total: int, shares: np.ndarray) -> np.ndarray:
-    """Whole numbers that add up to ``total`` in proportion to ``shares``, by largest remainder."""
-    exact = total * shares / shares.sum()
-    counts: np.ndarray = np.floor(exact).astype(np.int64)
-    rest = np.round(exact - counts, 9)  # a tie is a tie, and 2.9999... is nearly three, whatever the last bits say
-    for side in sorted(_SPARE_ORDER, key=lambda side: -rest[side])[: total - int(counts.sum())]:
-        counts[side] += 1
-    return counts
-
-
 def _placed(sizes: np.ndarray, shares: np.ndarray, seed: int) -> np.ndarray:
     """The side of every group, for group sizes in descending order.
 
     A group of several images goes to a side drawn with the chances of the room left there, so that large groups are not
     always training data. What is left are single images, which fill the sides to the last place.
     """
-    room = _apportioned(int(sizes.sum()), shares)
+    room = apportioned(int(sizes.sum()), shares)
     large = int((sizes > 1).sum())
     luck = rng.uniform(seed, torch.arange(large)).double().numpy()
     sides = np.empty(len(sizes), dtype=np.int64)
@@ -106,7 +109,7 @@ def _placed(sizes: np.ndarray, shares: np.ndarray, seed: int) -> np.ndarray:
         room[sides[i]] -= size
     single = len(sizes) - large
     if single:  # their order is random already
-        sides[large:] = np.repeat([_TRAIN, _VAL, _TEST], _apportioned(single, room.clip(min=0)))
+        sides[large:] = np.repeat([_TRAIN, _VAL, _TEST], apportioned(single, room.clip(min=0)))
     return _occupied(sides, sizes, shares)
 
 
@@ -126,10 +129,13 @@ def _occupied(sides: np.ndarray, sizes: np.ndarray, shares: np.ndarray) -> np.nd
     return sides
 
 
-def split_by_file(indices: Tensor, groups: Tensor, splits: Tensor, val_fraction: float, seed: int) -> Split:
+def split_by_file(
+    indices: Tensor, groups: Tensor, splits: Tensor, val_fraction: float, seed: int, labels: Tensor | None = None
+) -> Split:
     """The split the file itself declares: ``splits`` holds 0 train, 1 val or 2 test for every image of the pool.
 
-    When the whole file has no val rows, ``val_fraction`` of the client's train rows become its validation split.
+    When the whole file has no val rows, ``val_fraction`` of the client's train rows become its validation split,
+    class by class where ``labels`` are given.
 
     >>> own = torch.tensor([0, 0, 0, 0, 2, 2])
     >>> [len(part) for part in split_by_file(torch.arange(6), torch.arange(6), own, 0.25, seed=0)]
@@ -145,7 +151,7 @@ def split_by_file(indices: Tensor, groups: Tensor, splits: Tensor, val_fraction:
     rows = indices.to(torch.int64)
     train, val, test = (rows[own == part].sort().values for part in (_TRAIN, _VAL, _TEST))
     if not bool((splits == _VAL).any()):
-        train, val, _ = split(train, groups, (1.0 - val_fraction, val_fraction, 0.0), seed)
+        train, val, _ = split(train, groups, (1.0 - val_fraction, val_fraction, 0.0), seed, labels)
     return train, val, test
 
 
