@@ -103,6 +103,20 @@ class Pool:
         provenance = {**self.provenance, "taken": len(index)}
         return replace(self, **chosen, names=names, attributes=attributes, provenance=provenance)
 
+    def carrying(self, attributes: Sequence[str]) -> Pool:
+        """With these of its further columns and no others; nothing named: all it has.
+
+        >>> x, y = torch.zeros(1, 1, 2, 2, dtype=torch.uint8), torch.tensor([0])
+        >>> pool = Pool(x, y, ("a",), attributes={"sex": Column.of(["f"]), "age": Column.of(["7"])})
+        >>> list(pool.carrying(["age"]).attributes), list(pool.carrying([]).attributes)
+        (['age'], ['sex', 'age'])
+        """
+        for name in attributes:
+            if name not in self.attributes:
+                there = ", ".join(self.attributes) or "none"
+                raise UserError(f'the data have no column "{name}" (attributes); the pool carries: {there}')
+        return replace(self, attributes={name: self.attributes[name] for name in attributes}) if attributes else self
+
     def only(self, domains: Sequence[str] = (), classes: Sequence[str] = ()) -> Pool:
         """Only images of these domains and classes; classes get new numbers in the order given. Nothing named: all.
 

@@ -10,6 +10,7 @@ import difflib
 import math
 import numbers
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -155,40 +156,55 @@ def split_by_file(
     return train, val, test
 
 
+COPY = "equals a test or validation image"
+SIBLING = "shares its group with a test or validation image"
+
+
+@dataclass(frozen=True, eq=False)
+class LeftOut:
+    """Images of a client that are in none of its parts, and why; nobody's have no client."""
+
+    client: str
+    reason: str
+    rows: Tensor
+
+
 def purge(
-    clients: Mapping[str, Split], groups: Tensor, held_out: Sequence[Tensor] = ()
-) -> tuple[dict[str, Split], int]:
-    """The same clients without leaks, and how many images were taken out.
+    clients: Mapping[str, Split], groups: Tensor, content: Tensor, held_out: Sequence[Tensor] = ()
+) -> tuple[dict[str, Split], tuple[LeftOut, ...]]:
+    """The same clients without leaks, and the images that were taken out.
 
     A train image goes when its group occurs in any client's val or test split or in ``held_out`` (the data of unseen
     clients); a val image goes when its group occurs in any test split or in ``held_out``, which is test data too. Test
     splits stay. Afterwards no test image, nor a duplicate of one, is in any training split of any client. A client may
-    be left without train or val images: the caller says what that means.
+    be left without train or val images: the caller says what that means. ``content`` are the ids of the images' pixels:
+    they tell a copy from an image that only belongs to the same group.
 
     >>> a = (torch.tensor([0, 1]), torch.tensor([2]), torch.tensor([3]))
     >>> b = (torch.tensor([4, 5]), torch.tensor([6]), torch.tensor([7]))
-    >>> clean, removed = purge({"a": a, "b": b}, torch.tensor([0, 1, 2, 3, 3, 5, 6, 1]))   # 4 copies 3, 1 copies 7
-    >>> removed, [part.tolist() for part in clean["a"]], [part.tolist() for part in clean["b"]]
-    (2, [[0], [2], [3]], [[5], [6], [7]])
+    >>> groups = torch.tensor([0, 1, 2, 3, 3, 5, 6, 1])
+    >>> clean, gone = purge({"a": a, "b": b}, groups, torch.tensor([0, 1, 2, 3, 3, 5, 6, 7]))
+    >>> [part.tolist() for part in clean["a"]], [part.tolist() for part in clean["b"]]
+    ([[0], [2], [3]], [[5], [6], [7]])
+    >>> for left in gone:
+    ...     print(left.client, left.rows.tolist(), left.reason)
+    a [1] shares its group with a test or validation image
+    b [4] equals a test or validation image
     """
-    tested = _ids(groups, [*(test for _, _, test in clients.values()), *held_out])
-    evaluated = torch.cat([tested, _ids(groups, [val for _, val, _ in clients.values()])])
+    _covers(torch.cat([*(part for parts in clients.values() for part in parts), *held_out, groups[:0]]), groups)
+    tested = torch.cat([*(test for _, _, test in clients.values()), *held_out, torch.empty(0, dtype=torch.int64)])
+    evaluated = torch.cat([tested, *(val for _, val, _ in clients.values())])
     # Once per image of the pool and not once per client: ten thousand clients are ordinary.
-    in_test, in_either = torch.isin(groups, tested), torch.isin(groups, evaluated)
+    in_test, in_either = (torch.isin(groups, groups[rows]) for rows in (tested, evaluated))
+    copy_of_test, copy_of_either = (torch.isin(content, content[rows]) for rows in (tested, evaluated))
     clean: dict[str, Split] = {}
-    removed = 0
+    gone: list[LeftOut] = []
     for name, (train, val, test) in clients.items():
-        _covers(train, groups)
         clean[name] = (train[~in_either[train]], val[~in_test[val]], test)
-        removed += len(train) + len(val) - len(clean[name][0]) - len(clean[name][1])
-    return clean, removed
-
-
-def _ids(groups: Tensor, rows: Sequence[Tensor]) -> Tensor:
-    """The groups of all the rows."""
-    together = torch.cat([*rows, torch.empty(0, dtype=torch.int64)])
-    _covers(together, groups)
-    return groups[together]
+        out = torch.cat([train[in_either[train]], val[in_test[val]]])
+        copy = torch.cat([copy_of_either[train[in_either[train]]], copy_of_test[val[in_test[val]]]])
+        gone += [LeftOut(name, why, out[here]) for why, here in ((COPY, copy), (SIBLING, ~copy)) if bool(here.any())]
+    return clean, tuple(gone)
 
 
 def choose_unseen(names: Sequence[str], unseen: float | Sequence[str], seed: int) -> tuple[str, ...]:

@@ -67,8 +67,10 @@ def make_task(experiment: Experiment, seed: int, data: Pool | Task | None = None
     splitting = with_options(Splitting, "[split]", experiment.split)
     rotation = with_options(Rotation, "[rotation]", experiment.rotation)
     data_seed = seed if spec.seed is None else spec.seed
-    pool = data if data is not None else load(spec.source, spec.columns or None, spec.size, spec.channels, cache)
-    pool = pool.only(spec.domains, spec.classes)
+    pool = data
+    if pool is None:
+        pool = load(spec.source, spec.columns or None, spec.size, spec.channels, cache, spec.attributes)
+    pool = pool.carrying(spec.attributes).only(spec.domains, spec.classes)
     if spec.limit is not None and spec.limit < len(pool):
         pool = pool.take(rng.permutation(rng.seed_of(data_seed, "limit"), len(pool))[: spec.limit].sort().values)
     shape = tuple(pool.images.shape[1:])
