@@ -20,7 +20,7 @@ _FIELDS: dict[str, tuple[str, str | None]] = {  # a role and where the pool keep
     "client": ("domains", "domain_names"),
     "user": ("users", "user_names"),
     "super": ("supers", "super_names"),
-    "group": ("groups", None),
+    "group": ("groups", "group_names"),
     "split": ("splits", None),
 }
 

@@ -23,7 +23,7 @@ from fedshift.errors import UserError
 
 _FORMAT = 2  # of a cache entry and of everything that decides its bytes: raise it when decoding changes
 _CODE_FIELDS = ("labels", "domains", "users", "supers", "groups", "splits")
-_NAME_FIELDS = ("classes", "domain_names", "user_names", "super_names", "names")
+_NAME_FIELDS = ("classes", "domain_names", "user_names", "super_names", "group_names", "names")
 
 
 def cached(request: Request, digests: Mapping[str, str], read: Callable[[], Rows]) -> Pool:

@@ -65,6 +65,7 @@ class Pool:
     supers: Tensor | None = None
     super_names: tuple[str, ...] = ()
     groups: Tensor | None = None
+    group_names: tuple[str, ...] = ()
     splits: Tensor | None = None  # 0 train, 1 val, 2 test: the file's own split
     names: tuple[str, ...] = ()  # a path or a row; empty: only numbers are known
     attributes: Mapping[str, Column] = field(default_factory=dict)

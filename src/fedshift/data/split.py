@@ -156,8 +156,8 @@ def split_by_file(
     return train, val, test
 
 
-COPY = "equals a test or validation image"
-SIBLING = "shares its group with a test or validation image"
+COPY = "copy of a test or validation image"
+SIBLING = "same group as a test or validation image"
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,8 +188,8 @@ def purge(
     ([[0], [2], [3]], [[5], [6], [7]])
     >>> for left in gone:
     ...     print(left.client, left.rows.tolist(), left.reason)
-    a [1] shares its group with a test or validation image
-    b [4] equals a test or validation image
+    a [1] same group as a test or validation image
+    b [4] copy of a test or validation image
     """
     _covers(torch.cat([*(part for parts in clients.values() for part in parts), *held_out, groups[:0]]), groups)
     tested = torch.cat([*(test for _, _, test in clients.values()), *held_out, torch.empty(0, dtype=torch.int64)])

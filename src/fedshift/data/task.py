@@ -30,7 +30,7 @@ from fedshift.errors import UserError
 PARTS = ("train", "val", "test")
 FORMAT = 2  # raise when the same settings would give other bytes
 BEYOND = "beyond train-fraction or train-limit"
-HIDDEN = "a test image, which tune does not show"
+HIDDEN = "test image, which tune does not show"
 NOBODY = "given to no client by the partition"
 
 
@@ -79,6 +79,7 @@ class Task:
     hash: str = ""
     # what people ask about images; no method sees it, and it is no part of the hash
     group_numbers: Tensor | None = None  # equal for images that stay together; None: every image stands for itself
+    group_ids: Column | None = None  # what the source calls each image's group, "" where it is not known
     attributes: Mapping[str, Column] = field(default_factory=dict)  # further columns: a text for each of the images
     names: tuple[str, ...] = ()  # of the images: a path, or a file and a row
     left_out: tuple[LeftOut, ...] = ()  # images that are in no part, and why
@@ -323,9 +324,15 @@ def _task(
         clients=clients,
         unseen=unseen,
         group_numbers=numbers,
+        group_ids=None if pool.groups is None else _ids(pool.groups, pool.group_names),
         attributes=pool.attributes,
         names=pool.names,
     )
+
+
+def _ids(codes: Tensor, names: tuple[str, ...]) -> Column:
+    """Groups by name; a pool that was made by hand may have none."""
+    return Column(codes + 1, ("", *(names or map(str, range(int(codes.max()) + 1)))))
 
 
 def _groups(pool: Pool, content: Tensor, splitting: Splitting) -> Tensor:
@@ -335,9 +342,10 @@ def _groups(pool: Pool, content: Tensor, splitting: Splitting) -> Tensor:
         first = int(lost[0])
         name = pool.names[first] if pool.names else f"image {first}"
         column = pool.provenance.get("group", "group")
+        more = f", and of {len(lost) - 1:,} more" if len(lost) > 1 else ""
         raise UserError(
-            f'the group (column "{column}") of {name} is missing, and of {len(lost) - 1:,} more images: fill it in, or let '
-            f'such an image stand for itself with [split] missing-group = "own"'
+            f'the group (column "{column}") of {name} is missing{more}: fill it in, or let such an image stand for itself '
+            'with [split] missing-group = "own"'
         )
     return pool.together(content)
 

@@ -64,7 +64,7 @@ def make_task(experiment: Experiment, seed: int, data: Pool | Task | None = None
         )
         for stream in experiment.stream
     }
-    splitting = with_options(Splitting, "[split]", experiment.split)
+    splitting = with_options(Splitting, "[split]", split_as_own(experiment, data).split)
     rotation = with_options(Rotation, "[rotation]", experiment.rotation)
     data_seed = seed if spec.seed is None else spec.seed
     pool = data
@@ -81,6 +81,18 @@ def make_task(experiment: Experiment, seed: int, data: Pool | Task | None = None
         return load(source, columns or None, int(shape[1]), int(shape[0]), cache)
 
     return build(pool, partition, splitting, streams, data_seed, cache, rotation, another)
+
+
+def split_as_own(experiment: Experiment, data: Pool | Task | None) -> Experiment:
+    """The experiment, which splits a pool that is given to it class by class, as files of one's own have it.
+
+    >>> pool = Pool(torch.zeros(1, 1, 2, 2, dtype=torch.uint8), torch.tensor([0]), ("a",))
+    >>> split_as_own(Experiment(), pool).split, split_as_own(Experiment(), None).split
+    ({'stratify': True}, {})
+    """
+    if not isinstance(data, Pool) or "stratify" in experiment.split:
+        return experiment
+    return experiment.model_copy(update={"split": {"stratify": True, **experiment.split}})
 
 
 def _found(table: Mapping[str, Any], noun: str, name: str) -> Any:
