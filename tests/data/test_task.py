@@ -170,7 +170,9 @@ def test_a_client_whose_training_data_are_all_somebody_elses_test_data_is_named(
     pool = pool_of(8, domains=("left", "right"))
     images = pool.images.clone()
     images[1::2] = images[0::2]  # right is a copy of left
-    with pytest.raises(UserError, match="client 'left' has no training images left; use fewer or larger clients"):
+    with pytest.raises(
+        UserError, match=r"client 'left' has no training images left \(\d left out: copy of a test .*\); use fewer"
+    ):
         build(replace(pool, images=images), ByDomain(), Splitting(unseen=("right",)))
 
 

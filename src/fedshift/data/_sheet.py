@@ -152,4 +152,3 @@ def _ordered(
                 raise UserError(f'"{path.name}" names {names[i]} twice')
             ordered[i] = found
     return tuple(ordered)
-

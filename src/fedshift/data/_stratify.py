@@ -113,7 +113,7 @@ def _large(own: np.ndarray, need: np.ndarray, lacking: Sequence[int], single: in
     for i, count in enumerate(own.tolist()):
         chances = np.where(need + 0.5 >= count, need, 0)  # room for half an image is room for one
         if lacking and len(own) - i + single <= len(lacking):
-            sides[i] = max(lacking, key=lambda side: (need[side], -_SPARE_ORDER.index(side)))  # noqa: B023 (used at once)
+            sides[i] = max(lacking, key=lambda side: (need[side], -_SPARE_ORDER.index(side)))
         elif chances.any():
             sides[i] = np.searchsorted(chances.cumsum(), luck[i] * chances.sum(), side="right")
         else:

@@ -181,7 +181,10 @@ def _read_parts(request: Request, parts: Sequence[Part]) -> Rows:
         texts["split"] = hints
     pictures = [item for part, found, table in triples for item in encoded(part, found["image"], table)]
     asked, unused = (
-        {name: [text for part, table in zip(parts, tables, strict=True) for text in _cells(part, name, table)] for name in columns}
+        {
+            name: [text for part, table in zip(parts, tables, strict=True) for text in _cells(part, name, table)]
+            for name in columns
+        }
         for columns in (request.attributes, maybe)
     )
     facts = facts_of(roles[0].get("group"), (group_hint(name, values, labels) for name, values in unused.items()))

@@ -52,7 +52,7 @@ def groups_line(task: Task) -> str:
     wrong = straddling(task)
     across = "none in two parts" if not wrong else f"{wrong:,} IN TWO PARTS"
     if task.group_ids is None:
-        numbers, counts = task.groups.unique(return_counts=True)
+        counts = task.groups.bincount()
         copies = int(counts[counts > 1].sum())
         more = f"; {copies:,} images have exact copies, {across}" if copies else ""
         return f"no groups: every image stands for itself{more}"
@@ -191,7 +191,7 @@ def listed(task: Task) -> Iterator[dict[str, str]]:
 def _owners(task: Task) -> dict[int, tuple[str, str, str]]:
     """Row -> client, part, reason."""
     owners = {row: (left.client, LEFT_OUT, left.reason) for left in task.left_out for row in left.rows.tolist()}
-    owners |= {row: ("", "public", "") for row in ([] if task.public is None else task.public.tolist())}
+    owners |= dict.fromkeys([] if task.public is None else task.public.tolist(), ("", "public", ""))
     for client in (*task.clients, *task.unseen):
         for part, rows in parts_of(task, client).items():
             owners |= dict.fromkeys(rows.tolist(), (client.name, part, ""))

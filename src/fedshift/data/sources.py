@@ -49,10 +49,10 @@ def load(
     label, client (a domain), user, super (a superclass), split (train, val or test) and group (images that must stay on
     one side of a split). Without it the usual names are looked for; with it, optional roles that it does not name are
     left out, but for the group: a column called patient, lesion_id or the like is one unless ``group = ""`` says that
-    there is none. In a table a group may also be ``"image.path"`` (the picture's path in its column) or ``"image.path~REGEX"`` (the first part of the path
-    that the regular expression matches; a path in which it matches nothing is a group of its own): crops of one
-    photograph whose paths are ``svhn/train/457_100.png`` and ``svhn/train/457_123.png`` are kept together by
-    ``group = "image.path~^svhn/[a-z]+/[0-9]+"``.
+    there is none. In a table a group may also be ``"image.path"`` (the picture's path in its column) or
+    ``"image.path~REGEX"`` (the first part of the path that the regular expression matches; a path in which it matches
+    nothing is a group of its own): crops of one photograph whose paths are ``svhn/train/457_100.png`` and
+    ``svhn/train/457_123.png`` are kept together by ``group = "image.path~^svhn/[a-z]+/[0-9]+"``.
 
     ``attributes`` are further columns that the pool carries, so that results can be told apart by them.
 

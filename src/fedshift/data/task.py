@@ -158,7 +158,9 @@ class Splitting:
     public: float = 0.0  # share of the images set apart, unlabelled, for everybody
     tune: bool = False  # show validation images in place of test images, to choose settings without looking at a test
     stratify: bool = False  # class by class; files of one's own have it, presets split as published
-    missing_group: Literal["error", "own"] = "error"  # of an image whose group is not known: refuse it, or let it be alone
+    missing_group: Literal["error", "own"] = (
+        "error"  # of an image whose group is not known: refuse it, or let it be alone
+    )
 
     def __post_init__(self) -> None:
         """Refuse fractions that cannot be meant."""
@@ -280,9 +282,9 @@ def _make(
     tested = splitting.from_file or splitting.test > 0
     for client in (*clients, *unseen_clients):
         if client.name in seen and len(client.train) == 0:
-            raise UserError(_without("training", client, owned[client.name], groups))
+            raise UserError(_without("training", client.name, owned[client.name], groups, left_out))
         if len(client.test) == 0 and (tested or client.name not in seen):
-            raise UserError(_without("test", client, owned[client.name], groups))
+            raise UserError(_without("test", client.name, owned[client.name], groups, left_out))
     angles = rotation.angles([client.name for client in clients], [client.name for client in unseen_clients])
     task = _task(pool, content, groups, clients, unseen_clients, rotation, angles)
     pool = replace(pool, images=task.images)
@@ -350,11 +352,13 @@ def _groups(pool: Pool, content: Tensor, splitting: Splitting) -> Tensor:
     return pool.together(content)
 
 
-def _without(part: str, client: Client, owned: Tensor, groups: Tensor) -> str:
+def _without(part: str, name: str, owned: Tensor, groups: Tensor, left_out: Sequence[LeftOut]) -> str:
     """Why a client cannot take part."""
     count = len(groups[owned].unique())
-    why = f" (its {len(owned)} images are {count} group{'s' if count != 1 else ''})" if count < len(owned) else ""
-    return f"client {client.name!r} has no {part} images left{why}; use fewer or larger clients"
+    why = [f"its {len(owned)} images are {count} group{'s' if count != 1 else ''}"] if count < len(owned) else []
+    why += [f"{len(left.rows)} left out: {left.reason}" for left in left_out if left.client == name]
+    told = f" ({'; '.join(why)})" if why else ""
+    return f"client {name!r} has no {part} images left{told}; use fewer or larger clients"
 
 
 def _turned(pool: Pool, clients: Sequence[Client], rotation: Rotation, angles: Mapping[str, float]) -> Pool:

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedshift.data._columns import ROLES
 from fedshift.data._folders import SUFFIXES, others, walk
 from fedshift.data._pixels import decode
 from fedshift.data._rows import Rows
-from fedshift.data._tables import ROLES, Part, encoded, parquet_part
+from fedshift.data._tables import Part, encoded, parquet_part
 from fedshift.errors import UserError
 
 

@@ -24,7 +24,9 @@ def task_picture(task: Task, path: Path, examples: int = 8) -> None:
     shown = everyone[::step]
     columns = [*task.streams] or ["train"]
     named = len(task.classes) <= NAMED
-    figure = Figure(figsize=(3.2 + 2.9 * len(columns), (1.5 if named else 1.1) + 0.62 * len(shown)), layout="constrained")
+    figure = Figure(
+        figsize=(3.2 + 2.9 * len(columns), (1.5 if named else 1.1) + 0.62 * len(shown)), layout="constrained"
+    )
     axes = figure.subplots(len(shown), 1 + len(columns), squeeze=False, width_ratios=[1, *[1.25] * len(columns)])
     for row, client in enumerate(shown):
         counts = np.bincount(
@@ -50,10 +52,12 @@ def task_picture(task: Task, path: Path, examples: int = 8) -> None:
             picture = axes[row, column]
             picture.imshow(strip if strip.shape[2] == 3 else strip[..., 0], cmap="gray", interpolation="nearest")
             picture.set_axis_off()
-            side = chosen.shape[2] if len(chosen) else 0
+            width = int(samples.images.shape[3])
             for place, label in enumerate(samples.labels[samples.index[:examples]].tolist()):
-                middle = (place + 0.5) * side
-                picture.text(middle, -0.06 * side, _short(task.classes[label], 9), ha="center", fontsize=4.5, color=SOFT)
+                middle = (place + 0.5) * width
+                picture.text(
+                    middle, -0.06 * width, _short(task.classes[label], 9), ha="center", fontsize=4.5, color=SOFT
+                )
             if row == 0:
                 picture.set_title(stream, color=INK, fontsize=10, pad=10)
     axes[0, 0].set_title("training labels by class", color=INK, fontsize=10, pad=10)
