@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -241,6 +242,19 @@ def test_full_scale_builds_and_every_method_fits(name: str, data: Path) -> None:
     for spec in light.method:
         setup = make_setup(light, spec, task)
         assert setup.method.arch.classes == len(task.classes)
+
+
+@pytest.mark.parametrize("name", presets())
+def test_splits_stay_as_they_were_published(name: str, data: Path) -> None:
+    """The hashes of the first tasks, with one plain stream: a split that changes silently is another benchmark."""
+    plain = ['stream=[{name="original",kind="original"}]', "evaluate.mean-of=[]"]
+    experiment = Experiment.load(name, plain) if name == "default" else _full(name, *plain)
+    published = json.loads((Path(__file__).parent / "preset_hashes.json").read_text())
+    variant = next(experiment.variants())[1]
+    assert make_task(variant, seed=0).hash == published[name]
+    settings = variant.model_dump(by_alias=True)  # what decides which run it is
+    assert not {"stratify", "missing-group"} & set(settings["split"])
+    assert "attributes" not in settings["data"]
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if Experiment.load(n).sweep])

@@ -101,24 +101,43 @@ def data(
         str, typer.Argument(metavar="PATH|PRESET", help="A preset, a TOML file, a Parquet file or a folder.")
     ],
     change: Annotated[list[str] | None, typer.Option("--set", "-c", help="Override a key, as in fedshift run.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where task.html and task.png go; default runs/NAME.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder for task.html, task.png and split.csv, default runs/NAME; or a .csv file for that list alone."
+        ),
+    ] = None,
+    format: Format = "table",
 ) -> None:
-    """What is in a task: clients, sizes, class histograms, examples of every stream; a table, a page and a picture."""
+    """What is in a task: clients, sizes, classes, groups, examples of every stream; a table, a page, a picture, a list."""
+    from fedshift.data.audit import counted, write_list
     from fedshift.experiment.schema import Experiment
-    from fedshift.results.pages.task import task_page, task_table
+    from fedshift.results.pages.task import task_lines, task_page, task_table
     from fedshift.results.plots.task import task_picture
     from fedshift.runs.setup import make_task
 
     console = _console()
+    as_json = _wants_json(format)
     chosen = Experiment.of_data(what, change or [])
     with console.status("making the task"):
         first = next(chosen.variants())[1]
         task = make_task(first, first.seeds[0])
     folder = out or Path("runs") / chosen.name
-    task_page(task, folder / "task.html", chosen.title or chosen.name, chosen.data.needs)
-    task_picture(task, folder / "task.png")
+    written = [out] if out is not None and out.suffix.lower() == ".csv" else []
+    if written:
+        write_list(task, written[0])
+    elif out is not None or not as_json:
+        written = [folder / name for name in ("task.html", "task.png", "split.csv")]
+        task_page(task, written[0], chosen.title or chosen.name, chosen.data.needs)
+        task_picture(task, written[1])
+        write_list(task, written[2])
+    if as_json:
+        print(json.dumps(counted(task), indent=1))
+        return
     console.print(task_table(task))
-    console.print(f"Page: {folder / 'task.html'}, picture: {folder / 'task.png'}", highlight=False)
+    for line in task_lines(task):
+        console.print(_escaped(line), highlight=False)
+    console.print(f"Written: {', '.join(map(str, written))}", highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from fedshift.core import rng
-from fedshift.data.split import Split, choose_unseen, purge, split, split_by_file
+from fedshift.data.split import COPY, SIBLING, Split, choose_unseen, purge, split, split_by_file
 from fedshift.errors import UserError
 
 
@@ -220,7 +220,7 @@ def test_purge_works_across_clients(seed: int) -> None:
     owners = dict(zip("abcd", rng.permutation(seed, 400).reshape(4, 100), strict=True))
     clients = {name: split(rows, groups, (0.6, 0.2, 0.2), seed) for name, rows in owners.items() if name != "d"}
     assert not no_leak(clients, groups, [owners["d"]])
-    clean, removed = purge(clients, groups, [owners["d"]])
+    clean, left_out = purge(clients, groups, groups, [owners["d"]])
     assert no_leak(clean, groups, [owners["d"]])
     assert list(clean) == list(clients)
     gone = 0
@@ -230,9 +230,9 @@ def test_purge_works_across_clients(seed: int) -> None:
             assert set(after.tolist()) <= set(before.tolist())
             assert bool((after.diff() > 0).all())
             gone += len(before) - len(after)
-    assert removed == gone > 0
-    again, nothing = purge(clean, groups, [owners["d"]])
-    assert nothing == 0
+    assert sum(len(left.rows) for left in left_out) == gone > 0
+    again, nothing = purge(clean, groups, groups, [owners["d"]])
+    assert nothing == ()
     assert all(torch.equal(x, y) for name in clean for x, y in zip(again[name], clean[name], strict=True))
 
 
@@ -241,41 +241,48 @@ def test_purge_takes_exactly_the_leaks() -> None:
     clients = {"a": (t([0, 1, 2]), t([3, 4]), t([5])), "b": (t([6, 7, 8]), t([9]), t([10]))}
     #                  0  1  2  3  4   5  6  7  8  9  10 11
     groups = torch.tensor([0, 9, 2, 3, 10, 5, 5, 7, 8, 9, 10, 2])
-    clean, removed = purge(clients, groups, held_out=[t([11])])
+    #                       0  1  2  3  4   5  6  7  8  9  10  11: pixels; 1 and 4 are other pictures of their groups
+    content = torch.tensor([0, 1, 2, 3, 4, 5, 5, 7, 8, 9, 10, 2])
+    clean, left_out = purge(clients, groups, content, held_out=[t([11])])
     # 1 is b's val image 9, 2 is the unseen 11, 4 (val) is b's test image 10, 6 is a's test image 5
     assert [part.tolist() for part in clean["a"]] == [[0], [3], [5]]
     assert [part.tolist() for part in clean["b"]] == [[7, 8], [9], [10]]
-    assert removed == 4
+    assert [(left.client, left.reason, left.rows.tolist()) for left in left_out] == [
+        ("a", COPY, [2]),
+        ("a", SIBLING, [1, 4]),
+        ("b", COPY, [6]),
+    ]
     assert clients["a"][0].tolist() == [0, 1, 2]
 
 
 def test_purge_treats_unseen_data_as_test_data_for_validation_too() -> None:
     t = torch.tensor
-    clean, removed = purge({"a": (t([0]), t([1]), t([2]))}, t([0, 1, 2, 1]), held_out=[t([3])])
+    pixels = t([0, 1, 2, 1])
+    clean, left_out = purge({"a": (t([0]), t([1]), t([2]))}, pixels, pixels, held_out=[t([3])])
     assert [part.tolist() for part in clean["a"]] == [[0], [], [2]]
-    assert removed == 1
+    assert [left.rows.tolist() for left in left_out] == [[1]]
 
 
 def test_purge_without_duplicates_changes_nothing() -> None:
     clients = {"a": split(torch.arange(20), torch.arange(20), (0.6, 0.2, 0.2), seed=0)}
-    clean, removed = purge(clients, torch.arange(20))
-    assert removed == 0
+    clean, left_out = purge(clients, torch.arange(20), torch.arange(20))
+    assert left_out == ()
     assert all(torch.equal(x, y) for x, y in zip(clean["a"], clients["a"], strict=True))
-    assert purge({}, torch.arange(20)) == ({}, 0)
+    assert purge({}, torch.arange(20), torch.arange(20)) == ({}, ())
 
 
 def test_purge_is_fast_for_many_clients() -> None:
     groups = torch.arange(60_000)
     clients = {f"{i}": (rows[:4], rows[4:5], rows[5:]) for i, rows in enumerate(groups.reshape(10_000, 6))}
     start = time.perf_counter()
-    assert purge(clients, groups)[1] == 0
+    assert purge(clients, groups, groups)[1] == ()
     assert time.perf_counter() - start < 5  # comparing every client with all test images took 18 seconds
 
 
 def test_purge_with_groups_of_another_pool() -> None:
     clients = {"a": (torch.tensor([9]), torch.tensor([1]), torch.tensor([2]))}
     with pytest.raises(UserError, match="group ids for 5 images, but image 9"):
-        purge(clients, torch.arange(5))
+        purge(clients, torch.arange(5), torch.arange(5))
 
 
 # --- unseen clients -------------------------------------------------------------------------------------------------

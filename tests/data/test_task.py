@@ -20,6 +20,7 @@ from fedshift.data.concept import Rotation
 from fedshift.data.partition import ByDomain, Iid, Partition
 from fedshift.data.pool import Pool
 from fedshift.data.sources import load
+from fedshift.data.split import COPY
 from fedshift.data.streams import Corrupted, Original
 from fedshift.data.task import Client, Splitting, Task, build
 from fedshift.errors import UserError
@@ -123,12 +124,14 @@ def test_splits_are_disjoint_and_complete(splitting: Splitting) -> None:
         left_over = set(range(len(pool))) - set(placed.tolist())
         if splitting.public:  # relatives of a public image are public, not removed
             assert related(pool, torch.tensor(sorted(left_over), dtype=torch.int64), task.public) == []
-        assert len(placed) + counts["duplicates-removed"] == counts["images"] == len(pool)
+        gone = joined([left.rows for left in task.left_out]).tolist()
+        assert sorted(gone) == sorted(left_over)
+        assert len(placed) + len(gone) == counts["images"] == len(pool)
         assert (counts["clients"], counts["unseen"]) == (len(task.clients), len(task.unseen))
         for client in everyone(task):  # an owner keeps what is its own
             for part in (client.train, client.val, client.test):
                 assert {DOMAINS[d] for d in pool.domains[part].tolist()} <= {client.name}  # type: ignore[index]
-        removed.append(counts["duplicates-removed"])
+        removed.append(len(gone))
     assert max(removed) > 0
 
 
@@ -167,7 +170,9 @@ def test_a_client_whose_training_data_are_all_somebody_elses_test_data_is_named(
     pool = pool_of(8, domains=("left", "right"))
     images = pool.images.clone()
     images[1::2] = images[0::2]  # right is a copy of left
-    with pytest.raises(UserError, match="client 'left' has no training images left; use fewer or larger clients"):
+    with pytest.raises(
+        UserError, match=r"client 'left' has no training images left \(\d left out: copy of a test .*\); use fewer"
+    ):
         build(replace(pool, images=images), ByDomain(), Splitting(unseen=("right",)))
 
 
@@ -244,7 +249,7 @@ def test_a_files_split_with_a_leak_is_purged() -> None:
     task = build(replace(pool, images=images), ByDomain(), Splitting(from_file=True, val=0.0))
     assert 12 in task.client("red").test.tolist()
     assert 1 not in task.client("green").train.tolist()
-    assert task.provenance["counts"]["duplicates-removed"] == 1
+    assert [(left.client, left.reason, left.rows.tolist()) for left in task.left_out] == [("green", COPY, [1])]
 
 
 MISTAKES = {
@@ -634,7 +639,7 @@ def test_duplicates_of_office_caltech_never_cross_a_split(office: Pool, partitio
         for rows in twins:
             held = {side[i] for i in rows if i in side}
             assert len(held) == 1
-        removed = task.provenance["counts"]["duplicates-removed"]
+        removed = sum(len(left.rows) for left in task.left_out if left.reason == COPY)
         assert len(side) + removed == len(office) == 2533
         removed_by_seed.append(removed)
     if isinstance(partition, Iid):

@@ -31,7 +31,7 @@ from fedshift.engines.sequential import Sequential
 from fedshift.experiment.schema import MethodSpec
 from fedshift.models.mlp import MLP
 from fedshift.runs.session import Session
-from fedshift.runs.setup import make_setup, make_task
+from fedshift.runs.setup import make_setup, make_task, split_as_own
 from fedshift.store.rows import mean_and_std, summarise
 from fedshift.store.toml import toml_text
 from fedshift.store.trees import load
@@ -117,7 +117,7 @@ def test_the_folder_of_a_run(tmp_path: Path) -> None:
         {key: config[key] for key in ("rounds", "split", "model", "train", "stream", "evaluate", "data")}
     )
     for part in ("rounds", "split", "model", "train", "stream", "evaluate", "data"):
-        assert getattr(again, part) == getattr(experiment, part), part
+        assert getattr(again, part) == getattr(split_as_own(experiment, POOL), part), part
     done = json.loads((folder / "done").read_text())
     assert done["fedshift"] == fedshift.__version__
     assert (done["torch"], done["task-hash"]) == (torch.__version__, task.hash)
@@ -939,7 +939,8 @@ def test_files_never_hold_nan(
 @pytest.mark.filterwarnings("ignore:.*was left out of round")
 def test_clients_that_diverge_are_named_and_left_out(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="client 'east' was left out of round 1, its loss or update is not finite"):
-        (folder,) = go(tiny(train={"lr": 1e30, "batch-size": 4}), tmp_path).folders
+        # the images of another split can leave a client with dead units, whose loss is finite
+        (folder,) = go(tiny(train={"lr": 1e30, "batch-size": 4}, split={"stratify": False}), tmp_path).folders
     rounds = [line for line in lines(folder / "metrics.jsonl") if "diverged" in line]
     assert rounds[0]["diverged"] == sorted(SIZES)
     start = server_model(go(tiny(rounds=0), tmp_path / "start").folders[0])

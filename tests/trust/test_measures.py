@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
+from PIL import Image
 from sklearn import metrics as sk
 
 from fedshift import Result, UserError
@@ -16,7 +21,7 @@ from fedshift.results.subgroups import subgroups
 from fedshift.store.folder import Reached, RunFolder, read_config
 from fedshift.store.predictions import predictions_file, read_predictions
 from fedshift.store.rows import Metric
-from tests.trust.worlds import SITES, go, skewed
+from tests.trust.worlds import SITES, go, skewed, skewed_pool
 
 STREAMS = [{"name": "original", "kind": "original"}, {"name": "corrupted", "kind": "corrupted"}]
 
@@ -144,3 +149,37 @@ def test_subgroups_of_clients(result: Result) -> None:
     assert one.found.value == pytest.approx(expected)
     with pytest.raises(UserError, match="there is no column 'sex' beside the predictions; there are: client"):
         subgroups(result.folders, "sex", "accuracy", draws=2)
+
+
+def test_subgroups_of_a_column_resample_patients(tmp_path: Path) -> None:
+    """Ten images a patient, a scanner that makes two of three classes hard to tell."""
+    pool = skewed_pool(each=100)
+    rows = [
+        {
+            "image": png(image),
+            "label": str(label),
+            "site": SITES[k // 100],
+            "patient_id": f"p{k // 10}",
+            "scanner": "old" if k % 20 < 10 else "new",
+        }
+        for k, (image, label) in enumerate(zip(pool.images, pool.labels.tolist(), strict=True))
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "scans.parquet")
+    data = {
+        "source": f"parquet:{tmp_path / 'scans.parquet'}", "columns": {"client": "site"}, "attributes": ["scanner"],
+        "size": 8,
+    }  # fmt: skip
+    found = go(skewed(data=data), tmp_path / "runs", data=None)
+    parts = subgroups(found.folders, "scanner", "accuracy", draws=30)
+    assert [one.value for one in parts] == ["new", "old"]
+    kept = read_predictions(found.folders[0], "none")
+    assert sum(one.found.samples for one in parts) == sum(len(part.ids) for part in kept)
+    assert sum(one.found.groups for one in parts) == len({group for part in kept for group in part.groups.tolist()})
+    assert all(one.found.groups <= one.found.samples / 5 for one in parts)  # patients, not images
+    assert all(one.found.low < one.found.high for one in parts)  # type: ignore[operator]
+
+
+def png(image: torch.Tensor) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(image.movedim(0, -1).numpy()).save(buffer, "PNG")
+    return buffer.getvalue()

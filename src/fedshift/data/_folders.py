@@ -1,13 +1,18 @@
-"""The scheme ``folder:``: pictures in folders that say their class, and perhaps their domain and split."""
+"""The scheme ``folder:``: pictures in folders that say their class, and perhaps their domain and split.
+
+A CSV file in the folder may say more of each picture: its group, its hospital, even its class.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from fedshift.data._columns import group_hint
 from fedshift.data._pixels import in_threads
-from fedshift.data._rows import SPLITS, Request, Rows, as_codes, ordered, refuse_columns
+from fedshift.data._rows import SPLITS, Request, Rows, as_codes, facts_of, ordered, refuse_columns, with_hints
+from fedshift.data._sheet import find_sheet
 from fedshift.data._source_cache import cached, file_digest
 from fedshift.data.pool import Pool
 from fedshift.errors import UserError
@@ -16,21 +21,57 @@ SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 
 
 def folder(request: Request) -> Pool:
-    refuse_columns(request)
     root = request.path(request.rest)
     if not root.is_dir():
         raise UserError(f'the source "{request.source}" is not a folder')
     names, folders = walk(root)
-    levels = _levels(request, names, folders)
-    digests = dict(zip(names, in_threads(file_digest, [root / name for name in names]), strict=True))
+    sheet, hints = find_sheet(request, root, names) if names else (None, [])
+    if sheet is None:
+        refuse_columns(request, ", or put a CSV file that names the pictures into the folder")
+    # where the class is in the table, folders are only places
+    flat = sheet is not None and ("label" in (request.columns or {}) or not any("/" in name for name in names))
+    levels = () if flat else _levels(request, names, folders)
+    roles = {} if sheet is None else sheet.roles(request.columns, levels, flat)
+    paths = {name: root / name for name in names} | ({} if sheet is None else {sheet.path.name: sheet.path})
+    digests = dict(zip(paths, in_threads(file_digest, list(paths.values())), strict=True))
 
     def read() -> Rows:
         texts = {level: [name.split("/")[i] for name in names] for i, level in enumerate(levels)}
-        labels = texts.pop("class")
-        classes = ordered(labels)
-        return Rows([root / name for name in names], names.__getitem__, as_codes(labels, classes, str), classes, texts)
+        if sheet is None:
+            return _rows(root, names, texts, {}, {})
+        for use in request.attributes:
+            sheet.check(use, "attributes")
+        texts |= {
+            "class" if role == "label" else role: (
+                sheet.texts(column) if role == "group" else sheet.required(role, column, names)
+            )
+            for role, column in roles.items()
+        }
+        if "class" not in texts:
+            raise UserError(
+                f'"{sheet.path.name}" has no label column that is known by name; name it in columns: '
+                f"{', '.join(sheet.columns)}"
+            )
+        unused = sheet.unused(request, roles)
+        told = [group_hint(name, sheet.texts(name), texts["class"]) for name in unused]
+        attributes = {name: sheet.texts(name) for name in request.attributes}
+        return _rows(root, names, texts, attributes, facts_of(roles.get("group"), told))
 
-    return cached(request, digests, read)
+    return with_hints(cached(request, digests, read), hints)  # on files that decide nothing
+
+
+def _rows(
+    root: Path,
+    names: Sequence[str],
+    texts: Mapping[str, Sequence[str]],
+    attributes: Mapping[str, Sequence[str]],
+    facts: Mapping[str, object],
+) -> Rows:
+    labels = texts["class"]
+    classes, others = ordered(labels), {role: column for role, column in texts.items() if role != "class"}
+    codes = as_codes(labels, classes, str)
+    pictures = [root / name for name in names]
+    return Rows(pictures, names.__getitem__, codes, classes, others, names, attributes, facts)
 
 
 def walk(root: Path) -> tuple[list[str], list[str]]:

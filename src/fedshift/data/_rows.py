@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from fedshift.data.pool import Pool
+from fedshift.data.pool import Column, Pool
 from fedshift.errors import UserError
 
 SPLITS = {"train": 0, "val": 1, "valid": 1, "validation": 1, "test": 2}
@@ -20,7 +20,7 @@ _FIELDS: dict[str, tuple[str, str | None]] = {  # a role and where the pool keep
     "client": ("domains", "domain_names"),
     "user": ("users", "user_names"),
     "super": ("supers", "super_names"),
-    "group": ("groups", None),
+    "group": ("groups", "group_names"),
     "split": ("splits", None),
 }
 
@@ -33,6 +33,7 @@ class Request:
     size: int | None
     channels: int
     cache: Path | None
+    attributes: tuple[str, ...] = ()
 
     def path(self, text: str) -> Path:
         """The path with ``~`` and environment variables replaced."""
@@ -53,11 +54,32 @@ class Rows:
     labels: np.ndarray
     classes: tuple[str, ...]
     texts: Mapping[str, Sequence[str]]  # role -> one string per image: client, user, super, group, split
+    names: Sequence[str] = ()  # of the images, for lists of them
+    attributes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    facts: Mapping[str, object] = field(default_factory=dict)  # for people: which column groups are from, hints
 
 
-def refuse_columns(request: Request) -> None:
+def refuse_columns(request: Request, why: str = "") -> None:
+    """For sources that have no table: neither roles nor attributes can come from one."""
     if request.columns is not None:
-        raise UserError(f'the source "{request.source}" has no columns to name: leave columns out')
+        raise UserError(f'the source "{request.source}" has no columns to name: leave columns out{why}')
+    for name in request.attributes:
+        raise UserError(f'the source "{request.source}" has no column "{name}" (attributes): it has none at all{why}')
+
+
+def facts_of(group: str | None, hints: Iterable[str]) -> dict[str, object]:
+    """What people are told of a source's groups."""
+    told = [hint for hint in hints if hint]
+    return {**({"group": group} if group else {}), **({"hints": told} if told else {})}
+
+
+def with_hints(pool: Pool, hints: Sequence[str]) -> Pool:
+    """The pool, and more that people are told of its source."""
+    if not hints:
+        return pool
+    before = pool.provenance.get("hints", [])
+    assert isinstance(before, list)
+    return replace(pool, provenance={**pool.provenance, "hints": [*hints, *before]})
 
 
 def ordered(texts: Iterable[str]) -> tuple[str, ...]:
@@ -73,9 +95,11 @@ def class_names(labels: Sequence[str], where: Callable[[int], str]) -> tuple[str
     return ordered(labels)
 
 
-def as_codes(texts: Sequence[str], names: Sequence[str], where: Callable[[int], str]) -> np.ndarray:
-    """Each text's position among the names."""
-    position = {name: i for i, name in enumerate(names)}
+def as_codes(
+    texts: Sequence[str], names: Sequence[str], where: Callable[[int], str], missing: bool = False
+) -> np.ndarray:
+    """Each text's position among the names; -1 for an empty one, if some may be ``missing``."""
+    position = {name: i for i, name in enumerate(names)} | ({"": -1} if missing else {})
     strange = next((i for i, text in enumerate(texts) if text not in position), None)
     if strange is not None:
         raise UserError(f"{texts[strange]!r} in {where(strange)} is not one of {', '.join(names)[:200]}")
@@ -89,13 +113,21 @@ def pool_of(rows: Rows, images: np.ndarray, provenance: Mapping[str, object]) ->
             names: tuple[str, ...] = tuple(SPLITS)
             codes = np.array(list(SPLITS.values()))[as_codes([text.lower() for text in texts], names, rows.where)]
         else:
-            names = ordered(texts)
-            codes = as_codes(texts, names, rows.where)
+            names = ordered(text for text in texts if text)
+            codes = as_codes(texts, names, rows.where, missing=role == "group")
         codes_field, names_field = _FIELDS[role]
         extra[codes_field] = torch.from_numpy(codes)
         if names_field is not None:
             extra[names_field] = names
-    return Pool(torch.from_numpy(images), torch.from_numpy(rows.labels), rows.classes, provenance=provenance, **extra)
+    return Pool(
+        torch.from_numpy(images),
+        torch.from_numpy(rows.labels),
+        rows.classes,
+        names=tuple(rows.names),
+        attributes={name: Column.of(texts) for name, texts in rows.attributes.items()},
+        provenance={**provenance, **rows.facts},
+        **extra,
+    )
 
 
 def line(error: BaseException) -> str:

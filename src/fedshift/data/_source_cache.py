@@ -18,19 +18,20 @@ import torch
 
 from fedshift.data._pixels import MODES, decode
 from fedshift.data._rows import Request, Rows, line, pool_of
-from fedshift.data.pool import Pool
+from fedshift.data.pool import Column, Pool
 from fedshift.errors import UserError
 
-_FORMAT = 1  # of a cache entry and of everything that decides its bytes: raise it when decoding changes
+_FORMAT = 2  # of a cache entry and of everything that decides its bytes: raise it when decoding changes
 _CODE_FIELDS = ("labels", "domains", "users", "supers", "groups", "splits")
-_NAME_FIELDS = ("classes", "domain_names", "user_names", "super_names")
+_NAME_FIELDS = ("classes", "domain_names", "user_names", "super_names", "group_names", "names")
 
 
 def cached(request: Request, digests: Mapping[str, str], read: Callable[[], Rows]) -> Pool:
     """The pool of these files, from the cache when it is there."""
     scheme = request.source.partition(":")[0]
     content = _text_digest([scheme, list(digests.items())])
-    key = _text_digest([_FORMAT, content, sorted((request.columns or {}).items()), request.size, request.channels])
+    asked = [sorted((request.columns or {}).items()), list(request.attributes), request.size, request.channels]
+    key = _text_digest([_FORMAT, content, *asked])
     entry = None if request.cache is None else Path(request.cache) / "sources" / key
     pool = None if entry is None else _recall(entry)
     if pool is None:
@@ -59,8 +60,10 @@ def _remember(entry: Path, pool: Pool) -> None:
         half.mkdir(parents=True)
         np.save(half / "images.npy", pool.images.numpy(), allow_pickle=False)
         codes = {name: getattr(pool, name) for name in _CODE_FIELDS}
+        codes |= {f"attribute-{i}": column.codes for i, column in enumerate(pool.attributes.values())}
         np.savez(half / "codes.npz", **{name: code.numpy() for name, code in codes.items() if code is not None})
         names: dict[str, object] = {name: list(getattr(pool, name)) for name in _NAME_FIELDS}
+        names["attributes"] = {name: list(column.values) for name, column in pool.attributes.items()}
         meta = {**names, "provenance": dict(pool.provenance), "images": file_digest(half / "images.npy")}
         (half / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
         if entry.exists() and _recall(entry) is None:
@@ -84,6 +87,10 @@ def _recall(entry: Path) -> Pool | None:
         with np.load(entry / "codes.npz", allow_pickle=False) as stored:
             fields: dict[str, Any] = {name: torch.from_numpy(stored[name]) for name in stored.files}
         fields.update({name: tuple(meta[name]) for name in _NAME_FIELDS})
+        fields["attributes"] = {
+            name: Column(fields.pop(f"attribute-{i}"), tuple(values))
+            for i, (name, values) in enumerate(meta["attributes"].items())
+        }
         return Pool(torch.from_numpy(images), **fields, provenance=meta["provenance"])
     except Exception:  # whatever is wrong with it, it can be made again
         return None

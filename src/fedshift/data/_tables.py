@@ -13,22 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from fedshift.data._columns import ROLES, group_hint, optional, text_of, usual
 from fedshift.data._pixels import in_threads
-from fedshift.data._rows import SPLITS, Request, Rows, as_codes, class_names, line
+from fedshift.data._rows import SPLITS, Request, Rows, as_codes, class_names, facts_of, line
 from fedshift.data._source_cache import cached, file_digest, table_digest
 from fedshift.data.pool import Pool
 from fedshift.errors import UserError
 
-ROLES: dict[str, tuple[str, ...]] = {  # a role and the column names it is looked for under
-    "image": ("image", "img"),
-    "label": ("label", "labels", "fine_label", "character", "class", "target"),
-    "client": ("domain",),
-    "user": ("writer_id", "user_id"),
-    "super": ("coarse_label",),
-    "split": ("split",),
-    "group": (),
-}
 _REQUIRED = ("image", "label")
+_ALWAYS = (*_REQUIRED, "group")  # looked for even if columns are named: nobody wants a patient on two sides
 _PATHS = re.compile(r"(?P<column>[^~]+)\.path(?:~(?P<pattern>.*))?", re.DOTALL)  # image.path, image.path~REGEX
 
 
@@ -64,6 +57,7 @@ class Part:
     names: Mapping[str, tuple[str, ...]]  # column -> the names behind its integers (ClassLabel)
     table: Callable[[Sequence[str]], Any]  # reads some columns as a pyarrow table
     split: str | None  # what the part's own name says
+    small: tuple[str, ...] = ()  # columns of text or whole numbers
     local_paths: bool = False  # whether a path without bytes may be opened
 
 
@@ -105,7 +99,8 @@ def parquet_part(name: str, path: Path) -> Part:
         raise UserError(f'"{name}" cannot be read as Parquet: {line(error)}') from error
     word = re.match(r"[a-z]+(?=$|[-_.])", Path(name).stem)
     split = word.group() if word and word.group() in SPLITS else None
-    return Part(name, tuple(schema.names), _class_labels(schema.metadata or {}), read, split)
+    small = tuple(field.name for field in schema if re.fullmatch(r"u?int\d+|(large_)?string", str(field.type)))
+    return Part(name, tuple(schema.names), _class_labels(schema.metadata or {}), read, split, small)
 
 
 def _class_labels(metadata: Mapping[bytes, bytes]) -> dict[str, tuple[str, ...]]:
@@ -122,24 +117,30 @@ def _hub_part(split: str, data: Any) -> Part:
     named = {column: getattr(feature, "names", None) for column, feature in data.features.items()}
     names = {column: tuple(map(str, found)) for column, found in named.items() if isinstance(found, list | tuple)}
     table = data.with_format("arrow")  # pictures stay encoded: we decode them as we decode every other source's
-    return Part(split, tuple(data.features), names, lambda columns: table[:].select(list(columns)), split, True)
+    kinds = {column: str(getattr(feature, "dtype", "")) for column, feature in data.features.items()}
+    small = tuple(column for column, kind in kinds.items() if re.fullmatch(r"u?int\d+|(large_)?string", kind))
+    return Part(split, tuple(data.features), names, lambda columns: table[:].select(list(columns)), split, small, True)
 
 
 def _roles(part: Part, columns: Mapping[str, str] | None) -> dict[str, str]:
     """Role -> column of this part."""
     there = ", ".join(part.columns)
-    for role, named in (columns or {}).items():
-        column = _column(part, role, named)
-        if column not in part.columns:
-            raise UserError(f'"{part.name}" has no column "{column}" ({role}); its columns are {there}')
-    roles = dict(columns or {})
-    for role, names in ROLES.items():
-        found = next((name for name in names if name in part.columns), None)
-        if role not in roles and found is not None and (columns is None or role in _REQUIRED):
+    named = {role: name for role, name in (columns or {}).items() if role != "group" or name}  # "": no group is wanted
+    for role, name in named.items():
+        _check_column(part, _column(part, role, name), role)
+    roles = dict(named)
+    for role in ROLES:
+        found = usual(role, part.columns, roles.values() if role == "group" else ())
+        if role not in {*roles, *(columns or ())} and found is not None and (role in _ALWAYS or optional(columns)):
             roles[role] = found
         if role in _REQUIRED and role not in roles:
             raise UserError(f'"{part.name}" has no {role} column that is known by name; name it in columns: {there}')
     return roles
+
+
+def _check_column(part: Part, column: str, use: str) -> None:
+    if column not in part.columns:
+        raise UserError(f'"{part.name}" has no column "{column}" ({use}); its columns are {", ".join(part.columns)}')
 
 
 def _read_parts(request: Request, parts: Sequence[Part]) -> Rows:
@@ -147,8 +148,11 @@ def _read_parts(request: Request, parts: Sequence[Part]) -> Rows:
     for part, found in zip(parts, roles, strict=True):
         if odd := sorted(set(found) ^ set(roles[0])):
             raise UserError(f'"{parts[0].name}" and "{part.name}" do not both have a column for {odd[0]}')
+        for name in request.attributes:
+            _check_column(part, name, "attributes")
+    maybe = _maybe_groups(request, parts, roles)
     tables = [
-        part.table(sorted({_column(part, role, named) for role, named in found.items()}))
+        part.table(sorted({*(_column(part, *item) for item in found.items()), *request.attributes, *maybe}))
         for part, found in zip(parts, roles, strict=True)
     ]
     if not any(table.num_rows for table in tables):
@@ -176,7 +180,45 @@ def _read_parts(request: Request, parts: Sequence[Part]) -> Rows:
     if "split" not in texts and (hints := _split_hints(parts, tables)) is not None:
         texts["split"] = hints
     pictures = [item for part, found, table in triples for item in encoded(part, found["image"], table)]
-    return Rows(pictures, where, codes, classes, texts)
+    asked, unused = (
+        {
+            name: [text for part, table in zip(parts, tables, strict=True) for text in _cells(part, name, table)]
+            for name in columns
+        }
+        for columns in (request.attributes, maybe)
+    )
+    facts = facts_of(roles[0].get("group"), (group_hint(name, values, labels) for name, values in unused.items()))
+    return Rows(pictures, where, codes, classes, texts, _names(triples), asked, facts)
+
+
+def _maybe_groups(request: Request, parts: Sequence[Part], roles: Sequence[Mapping[str, str]]) -> list[str]:
+    """Columns that play no role, all of which may hold the ids of groups, if the user says nothing of groups."""
+    if not parts or "group" in {*roles[0], *(request.columns or ())}:
+        return []
+    used = {*roles[0].values(), *request.attributes}
+    return [name for name in parts[0].small if name not in used and all(name in part.small for part in parts)]
+
+
+def _names(triples: Sequence[tuple[Part, Mapping[str, str], Any]]) -> list[str]:
+    """What every picture is called: its path if that is its own, or else its file and row."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    paths: list[str | None] = []
+    for _, found, table in triples:
+        pictures = table.column(found["image"])
+        named = pa.types.is_struct(pictures.type) and pictures.type.get_field_index("path") >= 0
+        paths += pc.struct_field(pictures, "path").to_pylist() if named else [None] * len(pictures)
+    if all(paths) and len(set(paths)) == len(paths):
+        return [str(path) for path in paths]
+    return [f"{part.name} row {i}" for part, _, table in triples for i in range(table.num_rows)]
+
+
+def _cells(part: Part, column: str, table: Any) -> list[str]:
+    """A column as texts, empty where there is nothing."""
+    names = part.names.get(column, ())
+    values = (text_of(value) for value in table.column(column).to_pylist())
+    return [names[int(text)] if text.isdecimal() and int(text) < len(names) else text for text in values]
 
 
 def _column(part: Part, role: str, named: str) -> str:
@@ -214,6 +256,8 @@ def _texts(part: Part, role: str, column: str, table: Any) -> list[str]:
     """A column as strings, its integers replaced by their names where the schema has them."""
     if _column(part, role, column) != column:
         return _path_groups(part, column, table)
+    if role == "group":
+        return _cells(part, column, table)  # whether one may be missing is for the split to say
     values = table.column(column).to_pylist()
     for i, value in enumerate(values):
         if value is None or (isinstance(value, str) and not value.strip()):

@@ -13,13 +13,46 @@ from torch import Tensor
 from fedshift.errors import UserError
 
 
+@dataclass(frozen=True, eq=False)
+class Column:
+    """One more column of a source: a text for every image, "" where there is none. Every text is held once.
+
+    >>> sex = Column.of(["f", "m", "", "f"])
+    >>> sex[0], len(sex), sex.at(torch.tensor([3, 2])), sex.values
+    ('f', 4, ('f', ''), ('', 'f', 'm'))
+    """
+
+    codes: Tensor  # int64 [N]
+    values: tuple[str, ...]
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> Column:
+        """The column of these texts."""
+        values, codes = np.unique(np.array(texts, dtype=object), return_inverse=True)
+        return cls(torch.from_numpy(codes.reshape(-1).astype(np.int64)), tuple(values.tolist()))
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __getitem__(self, position: int) -> str:
+        return self.values[int(self.codes[position])]
+
+    def at(self, positions: Tensor) -> tuple[str, ...]:
+        """The texts of some images; a negative position stands for an image without one."""
+        known = positions >= 0
+        codes = self.codes[positions.clamp(min=0)].tolist()
+        return tuple(self.values[code] if here else "" for code, here in zip(codes, known.tolist(), strict=True))
+
+
 @dataclass(frozen=True)
 class Pool:
     """Images and labels of a source, before anybody is a client.
 
     ``domains``, ``users``, ``supers``, ``groups`` and ``splits`` are integer codes per image into the matching tuple of
     names, or None when the source does not have that column. ``groups`` names images that must stay on one side of a
-    split (several crops of one photograph); exact duplicates are found from the pixels and need no column.
+    split (all images of a patient, several crops of one photograph), -1 where it is not known; exact duplicates are found
+    from the pixels and need no column. ``names`` says where every image comes from, ``attributes`` are columns that
+    nobody trains on: results can be told apart by them.
     """
 
     images: Tensor  # uint8 [N, channels, height, width]
@@ -32,7 +65,10 @@ class Pool:
     supers: Tensor | None = None
     super_names: tuple[str, ...] = ()
     groups: Tensor | None = None
+    group_names: tuple[str, ...] = ()
     splits: Tensor | None = None  # 0 train, 1 val, 2 test: the file's own split
+    names: tuple[str, ...] = ()  # a path or a row; empty: only numbers are known
+    attributes: Mapping[str, Column] = field(default_factory=dict)
     provenance: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,7 +99,24 @@ class Pool:
         """
         columns = ("images", "labels", "domains", "users", "supers", "groups", "splits")
         chosen = {name: column[index] for name in columns if (column := getattr(self, name)) is not None}
-        return replace(self, **chosen, provenance={**self.provenance, "taken": len(index)})
+        names = tuple(self.names[i] for i in index.tolist()) if self.names else ()
+        attributes = {name: Column(column.codes[index], column.values) for name, column in self.attributes.items()}
+        provenance = {**self.provenance, "taken": len(index)}
+        return replace(self, **chosen, names=names, attributes=attributes, provenance=provenance)
+
+    def carrying(self, attributes: Sequence[str]) -> Pool:
+        """With these of its further columns and no others; nothing named: all it has.
+
+        >>> x, y = torch.zeros(1, 1, 2, 2, dtype=torch.uint8), torch.tensor([0])
+        >>> pool = Pool(x, y, ("a",), attributes={"sex": Column.of(["f"]), "age": Column.of(["7"])})
+        >>> list(pool.carrying(["age"]).attributes), list(pool.carrying([]).attributes)
+        (['age'], ['sex', 'age'])
+        """
+        for name in attributes:
+            if name not in self.attributes:
+                there = ", ".join(self.attributes) or "none"
+                raise UserError(f'the data have no column "{name}" (attributes); the pool carries: {there}')
+        return replace(self, attributes={name: self.attributes[name] for name in attributes}) if attributes else self
 
     def only(self, domains: Sequence[str] = (), classes: Sequence[str] = ()) -> Pool:
         """Only images of these domains and classes; classes get new numbers in the order given. Nothing named: all.
@@ -100,7 +153,8 @@ class Pool:
     def together(self, content: Tensor) -> Tensor:
         """An id per image, equal for images that must stay on one side of a split.
 
-        Those are images with identical pixels (``content`` is :meth:`content`) and images with the same ``groups`` code.
+        Those are images with identical pixels (``content`` is :meth:`content`) and images with the same ``groups`` code;
+        an image whose group is not known stands for itself.
 
         >>> x = torch.zeros(3, 1, 2, 2, dtype=torch.uint8); x[1] = 9
         >>> pool = Pool(x, torch.zeros(3, dtype=torch.int64), ("a",))
@@ -111,7 +165,8 @@ class Pool:
         if self.groups is None:
             return content
         same = np.unique(content.numpy(), return_inverse=True)[1].reshape(-1)
-        parts = _joined(same, self.groups.numpy())
+        alone = torch.arange(len(self)) + int(self.groups.max()) + 1
+        parts = _joined(same, torch.where(self.groups < 0, alone, self.groups).numpy())
         # named by the smallest fingerprint of its members: the id of a group does not change when other images come in
         smallest = torch.full((int(parts.max()) + 1,), torch.iinfo(torch.int64).max)
         return smallest.scatter_reduce(0, parts, content, "amin")[parts]

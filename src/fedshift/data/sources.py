@@ -25,10 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedshift.data._columns import ROLES, text_of
 from fedshift.data._folders import folder
 from fedshift.data._pixels import MODES, as_pixels
 from fedshift.data._rows import Request, Rows, as_codes, class_names, pool_of, refuse_columns
-from fedshift.data._tables import ROLES, hub, parquet
+from fedshift.data._tables import hub, parquet
 from fedshift.data.embedded import digits
 from fedshift.data.pool import Pool
 from fedshift.errors import UserError
@@ -40,16 +41,20 @@ def load(
     size: int | None = None,
     channels: int = 3,
     cache: Path | None = None,
+    attributes: Sequence[str] = (),
 ) -> Pool:
     """Read a source as uint8 images of one size.
 
-    ``columns`` says which column of a Parquet file or hub dataset plays which role: image, label, client (a domain),
-    user, super (a superclass), split (train, val or test) and group (images that must stay on one side of a split).
-    Without it the usual names are looked for; with it, optional roles that it does not name are left out. A group may
-    also be ``"image.path"`` (the picture's path in its column) or ``"image.path~REGEX"`` (the first part of the path
-    that the regular expression matches; a path in which it matches nothing is a group of its own): crops of one
-    photograph whose paths are ``svhn/train/457_100.png`` and ``svhn/train/457_123.png`` are kept together by
-    ``group = "image.path~^svhn/[a-z]+/[0-9]+"``.
+    ``columns`` says which column of a Parquet file, a hub dataset or the CSV file of a folder plays which role: image,
+    label, client (a domain), user, super (a superclass), split (train, val or test) and group (images that must stay on
+    one side of a split). Without it the usual names are looked for; with it, optional roles that it does not name are
+    left out, but for the group: a column called patient, lesion_id or the like is one unless ``group = ""`` says that
+    there is none. In a table a group may also be ``"image.path"`` (the picture's path in its column) or
+    ``"image.path~REGEX"`` (the first part of the path that the regular expression matches; a path in which it matches
+    nothing is a group of its own): crops of one photograph whose paths are ``svhn/train/457_100.png`` and
+    ``svhn/train/457_123.png`` are kept together by ``group = "image.path~^svhn/[a-z]+/[0-9]+"``.
+
+    ``attributes`` are further columns that the pool carries, so that results can be told apart by them.
 
     ``size`` resizes to a square with Pillow's bicubic filter (other shapes are stretched), and is needed when sizes
     differ. ``cache`` is a folder that keeps decoded images; the embedded digits are made faster than a cache could be
@@ -73,7 +78,7 @@ def load(
         raise UserError(f"channels must be 1 (grey) or 3 (RGB), not {channels!r}")
     if unknown := sorted(set(columns or ()) - set(ROLES)):
         raise UserError(f'columns has no key "{unknown[0]}"; its keys are {", ".join(ROLES)}')
-    return _SCHEMES[scheme](Request(source, rest, columns or None, size, channels, cache))
+    return _SCHEMES[scheme](Request(source, rest, columns or None, size, channels, cache, tuple(attributes)))
 
 
 def from_arrays(
@@ -86,12 +91,14 @@ def from_arrays(
     groups: Sequence[Any] | np.ndarray | Tensor | None = None,
     splits: Sequence[Any] | np.ndarray | Tensor | None = None,
     classes: Sequence[str] | None = None,
+    attributes: Mapping[str, Sequence[Any] | np.ndarray | Tensor] | None = None,
 ) -> Pool:
     """A pool of what is already in memory (copied).
 
     Images are uint8, or floats in [0, 1], as ``[N, H, W]``, ``[N, C, H, W]`` or ``[N, H, W, C]`` with 1 or 3 channels
     (the second is taken when both fit). Labels are integers or names; ``classes`` fixes the names and their order.
-    ``splits`` holds train, val and test, or 0, 1 and 2.
+    ``splits`` holds train, val and test, or 0, 1 and 2; a group that is not known is None or "". ``attributes`` are
+    further columns that results can be told apart by.
 
     >>> pool = from_arrays(np.zeros((2, 8, 8)), ["cat", "dog"], domains=["day", "night"])
     >>> pool.images.shape, pool.classes, pool.domain_names
@@ -100,6 +107,10 @@ def from_arrays(
     pixels = as_pixels(images)
     given = {"client": domains, "user": users, "super": supers, "group": groups, "split": splits}
     texts = {role: _as_texts(values, role, len(pixels)) for role, values in given.items() if values is not None}
+    more = {
+        name: [text_of(value) for value in _listed(values, name, len(pixels))]
+        for name, values in (attributes or {}).items()
+    }
     if "split" in texts:
         number = {"0": "train", "1": "val", "2": "test"}
         texts["split"] = [number.get(text, text) for text in texts["split"]]
@@ -111,19 +122,28 @@ def from_arrays(
         codes = np.array([int(name) for name in names], dtype=np.int64)  # positions; the pool checks their range
     else:
         codes = as_codes(names, known, "item {}".format)
-    rows = Rows((), "item {}".format, codes, known, texts)
+    rows = Rows((), "item {}".format, codes, known, texts, attributes=more)
     digest = hashlib.blake2b(pixels.tobytes(), digest_size=16).hexdigest()
     return pool_of(rows, pixels, {"source": "arrays", "images": len(pixels), "digest": digest})
 
 
 def _as_texts(values: Any, role: str, count: int) -> list[str]:
-    listed = values.tolist() if isinstance(values, Tensor | np.ndarray) else list(values)
-    if len(listed) != count:
-        raise UserError(f"{count} images need as many {role} entries, not {len(listed)}")
+    listed = _listed(values, role, count)
+    if role == "group":
+        listed = ["" if value is None else value for value in listed]
     for i, value in enumerate(listed):
+        if role == "group" and value == "":
+            continue
         if not isinstance(value, str | int | np.integer) or value == "":
             raise UserError(f"the {role} of item {i} must be a string or an integer, not {value!r}")
     return [value if isinstance(value, str) else str(int(value)) for value in listed]
+
+
+def _listed(values: Any, what: str, count: int) -> list[Any]:
+    listed = values.tolist() if isinstance(values, Tensor | np.ndarray) else list(values)
+    if len(listed) != count:
+        raise UserError(f"{count} images need as many {what} entries, not {len(listed)}")
+    return listed
 
 
 def _embedded(request: Request) -> Pool:

@@ -10,6 +10,7 @@ import difflib
 import math
 import numbers
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -18,19 +19,22 @@ from torch import Tensor
 
 from fedshift.core import rng
 from fedshift.core.rng import seed_of
+from fedshift.data._stratify import Groups, apportioned, stratified
 from fedshift.errors import UserError
 
 Split = tuple[Tensor, Tensor, Tensor]
 
 _TRAIN, _VAL, _TEST = 0, 1, 2
-_SPARE_ORDER = (_TRAIN, _TEST, _VAL)  # who gets an odd image first: a client can do without validation
 
 
-def split(indices: Tensor, groups: Tensor, fractions: tuple[float, float, float], seed: int) -> Split:
+def split(
+    indices: Tensor, groups: Tensor, fractions: tuple[float, float, float], seed: int, labels: Tensor | None = None
+) -> Split:
     """Train, validation and test indices of one client, each sorted; together they are ``indices``.
 
     Sizes are the fractions of the images as nearly as whole groups allow. A client with at least two groups has at
-    least one train and one test image where those fractions are positive.
+    least one train and one test image where those fractions are positive. With ``labels`` (of the whole pool) the same
+    holds for every class: one that two groups or more have is trained and tested on.
 
     >>> train, val, test = split(torch.arange(10), torch.arange(10), (0.6, 0.2, 0.2), seed=0)
     >>> len(train), len(val), len(test), sorted(torch.cat([train, val, test]).tolist()) == list(range(10))
@@ -38,6 +42,10 @@ def split(indices: Tensor, groups: Tensor, fractions: tuple[float, float, float]
     >>> twins = torch.arange(10) // 5                                      # two photographs, five crops of each
     >>> [len(set(twins[part].tolist())) for part in split(torch.arange(10), twins, (0.6, 0.0, 0.4), seed=1)]
     [1, 0, 1]
+    >>> rare = (torch.arange(40) < 2).long()                               # two images of forty are of a class of their own
+    >>> train, _, test = split(torch.arange(40), torch.arange(40), (0.6, 0.2, 0.2), seed=0, labels=rare)
+    >>> int(rare[train].sum()), int(rare[test].sum())
+    (1, 1)
     """
     shares = _checked(fractions)
     _covers(indices, groups)
@@ -51,7 +59,13 @@ def split(indices: Tensor, groups: Tensor, fractions: tuple[float, float, float]
     order = luck.argsort(stable=True)
     order = order[sizes[order].argsort(descending=True, stable=True)]
     sides = torch.empty(len(ids), dtype=torch.int64)
-    sides[order] = torch.from_numpy(_placed(sizes[order].numpy(), shares, seed_of(seed, "split", "sides")))
+    if labels is None:
+        sides[order] = torch.from_numpy(_placed(sizes[order].numpy(), shares, seed_of(seed, "split", "sides")))
+    else:
+        _covers(indices, labels, "class")
+        held = Groups.of(member.numpy(), labels[indices].numpy(), luck.numpy())
+        drawn = stratified(held, shares, seed_of(seed, "split", "classes"))
+        sides[order] = torch.from_numpy(_occupied(drawn[order.numpy()], sizes[order].numpy(), shares))
     side = sides[member]
     train, val, test = (indices[side == part].to(torch.int64).sort().values for part in (_TRAIN, _VAL, _TEST))
     return train, val, test
@@ -78,23 +92,13 @@ def _covers(indices: Tensor, ids: Tensor, what: str = "group") -> None:
         )
 
 
-def _apportioned(total: int, shares: np.ndarray) -> np.ndarray:
-    """Whole numbers that add up to ``total`` in proportion to ``shares``, by largest remainder."""
-    exact = total * shares / shares.sum()
-    counts: np.ndarray = np.floor(exact).astype(np.int64)
-    rest = np.round(exact - counts, 9)  # a tie is a tie, and 2.9999... is nearly three, whatever the last bits say
-    for side in sorted(_SPARE_ORDER, key=lambda side: -rest[side])[: total - int(counts.sum())]:
-        counts[side] += 1
-    return counts
-
-
 def _placed(sizes: np.ndarray, shares: np.ndarray, seed: int) -> np.ndarray:
     """The side of every group, for group sizes in descending order.
 
     A group of several images goes to a side drawn with the chances of the room left there, so that large groups are not
     always training data. What is left are single images, which fill the sides to the last place.
     """
-    room = _apportioned(int(sizes.sum()), shares)
+    room = apportioned(int(sizes.sum()), shares)
     large = int((sizes > 1).sum())
     luck = rng.uniform(seed, torch.arange(large)).double().numpy()
     sides = np.empty(len(sizes), dtype=np.int64)
@@ -106,7 +110,7 @@ def _placed(sizes: np.ndarray, shares: np.ndarray, seed: int) -> np.ndarray:
         room[sides[i]] -= size
     single = len(sizes) - large
     if single:  # their order is random already
-        sides[large:] = np.repeat([_TRAIN, _VAL, _TEST], _apportioned(single, room.clip(min=0)))
+        sides[large:] = np.repeat([_TRAIN, _VAL, _TEST], apportioned(single, room.clip(min=0)))
     return _occupied(sides, sizes, shares)
 
 
@@ -126,10 +130,13 @@ def _occupied(sides: np.ndarray, sizes: np.ndarray, shares: np.ndarray) -> np.nd
     return sides
 
 
-def split_by_file(indices: Tensor, groups: Tensor, splits: Tensor, val_fraction: float, seed: int) -> Split:
+def split_by_file(
+    indices: Tensor, groups: Tensor, splits: Tensor, val_fraction: float, seed: int, labels: Tensor | None = None
+) -> Split:
     """The split the file itself declares: ``splits`` holds 0 train, 1 val or 2 test for every image of the pool.
 
-    When the whole file has no val rows, ``val_fraction`` of the client's train rows become its validation split.
+    When the whole file has no val rows, ``val_fraction`` of the client's train rows become its validation split,
+    class by class where ``labels`` are given.
 
     >>> own = torch.tensor([0, 0, 0, 0, 2, 2])
     >>> [len(part) for part in split_by_file(torch.arange(6), torch.arange(6), own, 0.25, seed=0)]
@@ -145,44 +152,59 @@ def split_by_file(indices: Tensor, groups: Tensor, splits: Tensor, val_fraction:
     rows = indices.to(torch.int64)
     train, val, test = (rows[own == part].sort().values for part in (_TRAIN, _VAL, _TEST))
     if not bool((splits == _VAL).any()):
-        train, val, _ = split(train, groups, (1.0 - val_fraction, val_fraction, 0.0), seed)
+        train, val, _ = split(train, groups, (1.0 - val_fraction, val_fraction, 0.0), seed, labels)
     return train, val, test
 
 
+COPY = "copy of a test or validation image"
+SIBLING = "same group as a test or validation image"
+
+
+@dataclass(frozen=True, eq=False)
+class LeftOut:
+    """Images of a client that are in none of its parts, and why; nobody's have no client."""
+
+    client: str
+    reason: str
+    rows: Tensor
+
+
 def purge(
-    clients: Mapping[str, Split], groups: Tensor, held_out: Sequence[Tensor] = ()
-) -> tuple[dict[str, Split], int]:
-    """The same clients without leaks, and how many images were taken out.
+    clients: Mapping[str, Split], groups: Tensor, content: Tensor, held_out: Sequence[Tensor] = ()
+) -> tuple[dict[str, Split], tuple[LeftOut, ...]]:
+    """The same clients without leaks, and the images that were taken out.
 
     A train image goes when its group occurs in any client's val or test split or in ``held_out`` (the data of unseen
     clients); a val image goes when its group occurs in any test split or in ``held_out``, which is test data too. Test
     splits stay. Afterwards no test image, nor a duplicate of one, is in any training split of any client. A client may
-    be left without train or val images: the caller says what that means.
+    be left without train or val images: the caller says what that means. ``content`` are the ids of the images' pixels:
+    they tell a copy from an image that only belongs to the same group.
 
     >>> a = (torch.tensor([0, 1]), torch.tensor([2]), torch.tensor([3]))
     >>> b = (torch.tensor([4, 5]), torch.tensor([6]), torch.tensor([7]))
-    >>> clean, removed = purge({"a": a, "b": b}, torch.tensor([0, 1, 2, 3, 3, 5, 6, 1]))   # 4 copies 3, 1 copies 7
-    >>> removed, [part.tolist() for part in clean["a"]], [part.tolist() for part in clean["b"]]
-    (2, [[0], [2], [3]], [[5], [6], [7]])
+    >>> groups = torch.tensor([0, 1, 2, 3, 3, 5, 6, 1])
+    >>> clean, gone = purge({"a": a, "b": b}, groups, torch.tensor([0, 1, 2, 3, 3, 5, 6, 7]))
+    >>> [part.tolist() for part in clean["a"]], [part.tolist() for part in clean["b"]]
+    ([[0], [2], [3]], [[5], [6], [7]])
+    >>> for left in gone:
+    ...     print(left.client, left.rows.tolist(), left.reason)
+    a [1] same group as a test or validation image
+    b [4] copy of a test or validation image
     """
-    tested = _ids(groups, [*(test for _, _, test in clients.values()), *held_out])
-    evaluated = torch.cat([tested, _ids(groups, [val for _, val, _ in clients.values()])])
+    _covers(torch.cat([*(part for parts in clients.values() for part in parts), *held_out, groups[:0]]), groups)
+    tested = torch.cat([*(test for _, _, test in clients.values()), *held_out, torch.empty(0, dtype=torch.int64)])
+    evaluated = torch.cat([tested, *(val for _, val, _ in clients.values())])
     # Once per image of the pool and not once per client: ten thousand clients are ordinary.
-    in_test, in_either = torch.isin(groups, tested), torch.isin(groups, evaluated)
+    in_test, in_either = (torch.isin(groups, groups[rows]) for rows in (tested, evaluated))
+    copy_of_test, copy_of_either = (torch.isin(content, content[rows]) for rows in (tested, evaluated))
     clean: dict[str, Split] = {}
-    removed = 0
+    gone: list[LeftOut] = []
     for name, (train, val, test) in clients.items():
-        _covers(train, groups)
         clean[name] = (train[~in_either[train]], val[~in_test[val]], test)
-        removed += len(train) + len(val) - len(clean[name][0]) - len(clean[name][1])
-    return clean, removed
-
-
-def _ids(groups: Tensor, rows: Sequence[Tensor]) -> Tensor:
-    """The groups of all the rows."""
-    together = torch.cat([*rows, torch.empty(0, dtype=torch.int64)])
-    _covers(together, groups)
-    return groups[together]
+        out = torch.cat([train[in_either[train]], val[in_test[val]]])
+        copy = torch.cat([copy_of_either[train[in_either[train]]], copy_of_test[val[in_test[val]]]])
+        gone += [LeftOut(name, why, out[here]) for why, here in ((COPY, copy), (SIBLING, ~copy)) if bool(here.any())]
+    return clean, tuple(gone)
 
 
 def choose_unseen(names: Sequence[str], unseen: float | Sequence[str], seed: int) -> tuple[str, ...]:

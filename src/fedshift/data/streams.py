@@ -40,6 +40,7 @@ class Stream:
     labels: Tensor
     ids: Tensor  # of every image: what an adapter's draws are keyed by
     index: Mapping[str, Tensor]  # client -> positions in the order in which they arrive
+    rows: Tensor | None = None  # which of the task's images each of its own is made of, -1: none; None: not known
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,14 @@ class Shown:
     ids: Tensor
     index: Mapping[str, Tensor]
     own: bool  # whether the images differ from the task's and must be stored
+    rows: Tensor | None = None  # of own images: which of the task's each is made of, -1: none
+
+    @property
+    def origin(self) -> Tensor:
+        """Which of the task's images each one is made of, -1 where none is known."""
+        if self.rows is not None:
+            return self.rows
+        return torch.full((len(self.images),), -1) if self.own else torch.arange(len(self.images))
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,8 @@ class StreamKind:
         index = {client: self._arrival(positions, shown, scene.seed) for client, positions in kept.items()}
         setting = Setting(self.order, self.reset, self.passes, self.chunk)
         images = shown.images if shown.own else None
-        return Stream(name, self.kind, setting, images, shown.labels, shown.ids, index)
+        rows = shown.origin if shown.own else None
+        return Stream(name, self.kind, setting, images, shown.labels, shown.ids, index, rows)
 
     def _dropped(self, classes: tuple[str, ...]) -> Tensor:
         for name in self.without:
@@ -185,7 +195,7 @@ def _of(scene: Scene, name: str, kind: str) -> Shown:
         )
     base = scene.made[name]
     images = scene.pool.images if base.images is None else base.images
-    return Shown(images, base.labels, base.ids, base.index, own=base.images is not None)
+    return Shown(images, base.labels, base.ids, base.index, own=base.images is not None, rows=base.rows)
 
 
 @stream_kind("original")
@@ -238,7 +248,7 @@ class Corrupted(StreamKind):
         place = torch.full((len(base.images),), -1, dtype=torch.int64)
         place[used] = torch.arange(len(used))
         index = {client: place[positions] for client, positions in base.index.items()}
-        return Shown(images, base.labels[used], base.ids[used], index, own=True)
+        return Shown(images, base.labels[used], base.ids[used], index, own=True, rows=base.origin[used])
 
     def make(self, name: str, scene: Scene) -> Stream:
         """Where severity rises along the stream, images are corrupted in the order in which they arrive."""
@@ -254,11 +264,12 @@ class Corrupted(StreamKind):
                 here = severities == severity
                 ids = stream.ids[positions[here]]
                 own[here] = corruptions.corrupt_mixed(own[here], severity, self._seed(scene), ids, self.names)
-            parts.append((own, stream.labels[positions], stream.ids[positions]))
+            rows = positions if stream.rows is None else stream.rows[positions]
+            parts.append((own, stream.labels[positions], stream.ids[positions], rows))
             index[client] = torch.arange(start, start + len(positions))
             start += len(positions)
-        shown, labels, ids = (torch.cat([part[i] for part in parts]) for i in range(3))
-        return replace(stream, images=shown, labels=labels, ids=ids, index=index)
+        shown, labels, ids, rows = (torch.cat([part[i] for part in parts]) for i in range(4))
+        return replace(stream, images=shown, labels=labels, ids=ids, index=index, rows=rows)
 
     def _seed(self, scene: Scene) -> int:
         return rng.seed_of(scene.seed, "stream", self.kind)
@@ -357,20 +368,22 @@ class Mixture(StreamKind):
                 f'stream {self.kind} needs at least two different earlier streams, for instance of = ["a", "b"]'
             )
         parts = [_of(scene, name, self.kind) for name in self.of]
-        images, labels, ids, index, start = [], [], [], {}, 0
+        origins = [part.origin for part in parts]
+        images, labels, ids, rows, index, start = [], [], [], [], {}, 0
         for client in scene.tests:
             size = min(len(part.index[client]) for part in parts)
-            for name, part in zip(self.of, parts, strict=True):
+            for name, part, origin in zip(self.of, parts, origins, strict=True):
                 own = part.index[client]
                 keys = rng.bits(rng.seed_of(scene.seed, self.kind, name), part.ids[own])
                 taken = own[keys.argsort(stable=True)[:size]]
                 images.append(part.images[taken])
                 labels.append(part.labels[taken])
+                rows.append(origin[taken])
                 # the same picture may come in twice, clean and corrupted: two samples, two ids
                 ids.append(part.ids[taken] ^ (rng.seed_of("part of a mixture", name) >> 1))
             index[client] = torch.arange(start, start + size * len(parts))
             start += size * len(parts)
-        return Shown(torch.cat(images), torch.cat(labels), torch.cat(ids), index, own=True)
+        return Shown(torch.cat(images), torch.cat(labels), torch.cat(ids), index, own=True, rows=torch.cat(rows))
 
 
 @stream_kind("left-out")

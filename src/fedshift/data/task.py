@@ -5,33 +5,33 @@ Immutable and content-hashed: two runs with the same task hash saw the same byte
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import shutil
-import tempfile
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedshift.core import rng
+from fedshift.data import _task_cache
+from fedshift.data._task_cache import Stored
 from fedshift.data.concept import Rotation
 from fedshift.data.partition import Partition
-from fedshift.data.pool import Pool
-from fedshift.data.split import choose_unseen, purge, split, split_by_file
+from fedshift.data.pool import Column, Pool
+from fedshift.data.split import LeftOut, Split, choose_unseen, purge, split, split_by_file
 from fedshift.data.streams import Scene, Setting, Stream, StreamKind
 from fedshift.errors import UserError
 
 PARTS = ("train", "val", "test")
 FORMAT = 2  # raise when the same settings would give other bytes
+BEYOND = "beyond train-fraction or train-limit"
+HIDDEN = "test image, which tune does not show"
+NOBODY = "given to no client by the partition"
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +52,15 @@ class Samples:
     labels: Tensor
     ids: Tensor
     index: Tensor
+    rows: Tensor | None = None  # which of the task's images each image is made of, -1: none; None: they are the task's
 
     def __len__(self) -> int:
         return len(self.index)
+
+    @property
+    def origin(self) -> Tensor:
+        """The task's image behind every sample, in their order; -1 for an image of another source."""
+        return self.index if self.rows is None else self.rows[self.index]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +77,36 @@ class Task:
     public: Tensor | None = None  # unlabelled images every client may see
     provenance: Mapping[str, Any] = field(default_factory=dict)
     hash: str = ""
+    # what people ask about images; no method sees it, and it is no part of the hash
+    group_numbers: Tensor | None = None  # equal for images that stay together; None: every image stands for itself
+    group_ids: Column | None = None  # what the source calls each image's group, "" where it is not known
+    attributes: Mapping[str, Column] = field(default_factory=dict)  # further columns: a text for each of the images
+    names: tuple[str, ...] = ()  # of the images: a path, or a file and a row
+    left_out: tuple[LeftOut, ...] = ()  # images that are in no part, and why
+
+    @cached_property
+    def groups(self) -> Tensor:
+        """The group of each of the task's images, as numbers from 0; an image that is alone has its own."""
+        return torch.arange(len(self.labels)) if self.group_numbers is None else self.group_numbers
+
+    def attribute(self, name: str, samples: Samples) -> tuple[str, ...]:
+        """The text of a column for every sample, in their order; "" where there is none.
+
+        >>> pool = Pool(torch.zeros(2, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0]), ("a",))
+        >>> scans = Samples(pool.images, pool.labels, pool.labels, torch.tensor([1, 0]))
+        >>> task = Task(pool.images, pool.labels, pool.labels, ("a",), (), attributes={"sex": Column.of(["f", "m"])})
+        >>> task.attribute("sex", scans)
+        ('m', 'f')
+        """
+        if name not in self.attributes:
+            there = ", ".join(self.attributes) or "none"
+            raise UserError(f'the task carries no attribute "{name}", but {there}; name it in [data] attributes')
+        return self.attributes[name].at(samples.origin.cpu())
+
+    def groups_of(self, samples: Samples) -> Tensor:
+        """The group number of every sample, in their order; images of another source have numbers of their own."""
+        origin = samples.origin.cpu()
+        return torch.where(origin < 0, len(self.groups) + torch.arange(len(origin)), self.groups[origin.clamp(min=0)])
 
     def client(self, name: str) -> Client:
         """A client, seen or unseen, by its name."""
@@ -88,7 +124,7 @@ class Task:
         if part in self.streams:
             stream = self.streams[part]
             images = self.images if stream.images is None else stream.images
-            return Samples(images, stream.labels, stream.ids, stream.index[client.name])
+            return Samples(images, stream.labels, stream.ids, stream.index[client.name], stream.rows)
         index = self.public if part == "public" else getattr(client, part)
         if index is None:
             raise UserError("this method needs a public set of unlabelled images; add [split] public = 0.1")
@@ -121,6 +157,10 @@ class Splitting:
     unseen: float | str | tuple[str, ...] = 0.0  # a share of the clients, a name or pattern, or several
     public: float = 0.0  # share of the images set apart, unlabelled, for everybody
     tune: bool = False  # show validation images in place of test images, to choose settings without looking at a test
+    stratify: bool = False  # class by class; files of one's own have it, presets split as published
+    missing_group: Literal["error", "own"] = (
+        "error"  # of an image whose group is not known: refuse it, or let it be alone
+    )
 
     def __post_init__(self) -> None:
         """Refuse fractions that cannot be meant."""
@@ -182,14 +222,14 @@ def build(
     key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:20]
     folder = None if cache is None else cache / "tasks" / key
     if folder is not None:
-        found = _load(folder, pool, content, rotation)
+        found = _recalled(folder, pool, content, rotation)
         if found is not None:
             return found
     task = _make(pool, content, partition, splitting, streams, seed, rotation, another)
     described = {**task.provenance, "settings": settings, "source": dict(pool.provenance)}
     task = replace(task, provenance=described, hash=task_hash(task))
     if folder is not None:
-        _save(folder, task)
+        _task_cache.save(folder, _stored(task))
     return task
 
 
@@ -212,20 +252,29 @@ def _make(
     rotation: Rotation,
     load: Callable[[str, Mapping[str, str]], Pool],
 ) -> Task:
-    groups = pool.together(content)
+    groups = _groups(pool, content, splitting)
     public = _public(groups, splitting.public, seed)
     owned = {
         name: indices[~torch.isin(groups[indices], groups[public])] if len(public) else indices
         for name, indices in partition.assign(pool, rng.seed_of(seed, "partition")).items()
     }
     unseen = choose_unseen(list(owned), splitting.unseen, rng.seed_of(seed, "unseen")) if splitting.unseen else ()
-    seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-    for name in owned:
-        if name not in unseen:
-            seen[name] = _split_client(pool, owned[name], groups, splitting, rng.seed_of(seed, "split", name))
-    seen, removed = purge(seen, groups, [owned[name] for name in unseen])
+    drawn = {
+        name: _split_client(pool, owned[name], groups, splitting, rng.seed_of(seed, "split", name))
+        for name in owned
+        if name not in unseen
+    }
+    kept = {name: _limited(parts, splitting, rng.seed_of(seed, "split", name)) for name, parts in drawn.items()}
+    seen, left_out = purge(kept, groups, content, [owned[name] for name in unseen])
+    left_out += tuple(
+        LeftOut(name, BEYOND, drawn[name][0][~torch.isin(drawn[name][0], kept[name][0])])
+        for name in drawn
+        if len(drawn[name][0]) > len(kept[name][0])
+    )
     nothing = torch.zeros(0, dtype=torch.int64)
     if splitting.tune:
+        hidden = {**{name: test for name, (_, _, test) in seen.items()}, **{name: owned[name] for name in unseen}}
+        left_out += tuple(LeftOut(name, HIDDEN, rows) for name, rows in hidden.items() if len(rows))
         seen = {name: (train, val, val) for name, (train, val, _) in seen.items()}
     clients = tuple(Client(name, *parts) for name, parts in seen.items())
     # an unseen client's images are all test images
@@ -233,34 +282,83 @@ def _make(
     tested = splitting.from_file or splitting.test > 0
     for client in (*clients, *unseen_clients):
         if client.name in seen and len(client.train) == 0:
-            raise UserError(f"client {client.name!r} has no training images left; use fewer or larger clients")
+            raise UserError(_without("training", client.name, owned[client.name], groups, left_out))
         if len(client.test) == 0 and (tested or client.name not in seen):
-            raise UserError(f"client {client.name!r} has no test images left; use fewer or larger clients")
+            raise UserError(_without("test", client.name, owned[client.name], groups, left_out))
     angles = rotation.angles([client.name for client in clients], [client.name for client in unseen_clients])
-    pool = _turned(pool, (*clients, *unseen_clients), rotation, angles)
+    task = _task(pool, content, groups, clients, unseen_clients, rotation, angles)
+    pool = replace(pool, images=task.images)
     tests = {client.name: client.test for client in (*clients, *unseen_clients)}
     trained = torch.cat([part for c in clients for part in (c.train, *(() if splitting.tune else (c.val,)))])
     made: dict[str, Stream] = {}
     for name, kind in streams.items():
         scene = Scene(pool, content, tests, frozenset(c.name for c in unseen_clients), trained, dict(made), load, seed)
         made[name] = kind.make(name, scene)
-    counts = {
-        "images": len(pool),
-        "clients": len(clients),
-        "unseen": len(unseen_clients),
-        "duplicates-removed": removed,
-    }
+    used = torch.cat([public, *owned.values()])
+    nobodys = torch.ones(len(pool), dtype=torch.bool).index_fill_(0, used, False).nonzero().flatten()
+    left_out += (LeftOut("", NOBODY, nobodys),) if len(nobodys) else ()
+    counts = {"images": len(pool), "clients": len(clients), "unseen": len(unseen_clients)}
+    return replace(
+        task,
+        streams=made,
+        public=public if len(public) else None,
+        left_out=left_out,
+        provenance={"counts": counts, **({"angles": angles} if rotation else {})},
+    )
+
+
+def _task(
+    pool: Pool,
+    content: Tensor,
+    groups: Tensor,
+    clients: tuple[Client, ...],
+    unseen: tuple[Client, ...],
+    rotation: Rotation,
+    angles: Mapping[str, float],
+) -> Task:
+    """What a task has from its pool."""
+    numbers = groups.unique(return_inverse=True)[1]
     return Task(
-        images=pool.images,
+        images=_turned(pool, (*clients, *unseen), rotation, angles).images,
         labels=pool.labels,
         ids=content,
         classes=pool.classes,
         clients=clients,
-        unseen=unseen_clients,
-        streams=made,
-        public=public if len(public) else None,
-        provenance={"counts": counts, **({"angles": angles} if rotation else {})},
+        unseen=unseen,
+        group_numbers=numbers,
+        group_ids=None if pool.groups is None else _ids(pool.groups, pool.group_names),
+        attributes=pool.attributes,
+        names=pool.names,
     )
+
+
+def _ids(codes: Tensor, names: tuple[str, ...]) -> Column:
+    """Groups by name; a pool that was made by hand may have none."""
+    return Column(codes + 1, ("", *(names or map(str, range(int(codes.max()) + 1)))))
+
+
+def _groups(pool: Pool, content: Tensor, splitting: Splitting) -> Tensor:
+    """Which images stay together; one sentence if that is not known of one."""
+    if pool.groups is not None and splitting.missing_group == "error" and bool((pool.groups < 0).any()):
+        lost = (pool.groups < 0).nonzero().flatten()
+        first = int(lost[0])
+        name = pool.names[first] if pool.names else f"image {first}"
+        column = pool.provenance.get("group", "group")
+        more = f", and of {len(lost) - 1:,} more" if len(lost) > 1 else ""
+        raise UserError(
+            f'the group (column "{column}") of {name} is missing{more}: fill it in, or let such an image stand for itself '
+            'with [split] missing-group = "own"'
+        )
+    return pool.together(content)
+
+
+def _without(part: str, name: str, owned: Tensor, groups: Tensor, left_out: Sequence[LeftOut]) -> str:
+    """Why a client cannot take part."""
+    count = len(groups[owned].unique())
+    why = [f"its {len(owned)} images are {count} group{'s' if count != 1 else ''}"] if count < len(owned) else []
+    why += [f"{len(left.rows)} left out: {left.reason}" for left in left_out if left.client == name]
+    told = f" ({'; '.join(why)})" if why else ""
+    return f"client {name!r} has no {part} images left{told}; use fewer or larger clients"
 
 
 def _turned(pool: Pool, clients: Sequence[Client], rotation: Rotation, angles: Mapping[str, float]) -> Pool:
@@ -280,17 +378,20 @@ def _public(groups: Tensor, fraction: float, seed: int) -> Tensor:
     return torch.isin(groups, chosen).nonzero().flatten()
 
 
-def _split_client(
-    pool: Pool, indices: Tensor, groups: Tensor, splitting: Splitting, seed: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _split_client(pool: Pool, indices: Tensor, groups: Tensor, splitting: Splitting, seed: int) -> Split:
+    labels = pool.labels if splitting.stratify else None
     if splitting.from_file:
         if pool.splits is None:
             raise UserError(
                 '[split] from-file needs a split column in the data; map it with columns = { split = "..." }'
             )
-        train, val, test = split_by_file(indices, groups, pool.splits, splitting.val, seed)
-    else:
-        train, val, test = split(indices, groups, (splitting.train, splitting.val, splitting.test), seed)
+        return split_by_file(indices, groups, pool.splits, splitting.val, seed, labels)
+    return split(indices, groups, (splitting.train, splitting.val, splitting.test), seed, labels)
+
+
+def _limited(parts: Split, splitting: Splitting, seed: int) -> Split:
+    """Only so much of the training images as is wanted."""
+    train, val, test = parts
     keep = max(1, round(splitting.train_fraction * len(train)))
     keep = min(keep, splitting.train_limit or keep)
     if keep < len(train):
@@ -319,105 +420,32 @@ def task_hash(task: Task) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-# ---- the cache: index arrays and shifted images; the source's own images are cached by the source -----------------------
-def _save(folder: Path, task: Task) -> None:
-    """Write the task's folder under a temporary name and rename it: it is there whole or not at all."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
-    except OSError as error:
-        raise UserError(f"the cache {folder.parent} cannot be written ({error.strerror}); set FEDSHIFT_CACHE") from None
-    try:
-        everyone = (*task.clients, *task.unseen)
-        arrays = _flat("clients", [getattr(client, part) for client in everyone for part in PARTS])
-        if task.public is not None:
-            arrays["public"] = task.public.numpy()
-        for s, stream in enumerate(task.streams.values()):
-            arrays |= _flat(f"stream-{s}", list(stream.index.values()))
-            if stream.images is not None:
-                np.save(temporary / f"stream-{s}.npy", stream.images.numpy())
-                arrays |= {f"stream-{s}/labels": stream.labels.numpy(), f"stream-{s}/ids": stream.ids.numpy()}
-        np.savez(temporary / "arrays.npz", **arrays)  # type: ignore[arg-type]
-        facts = {
-            "hash": task.hash,
-            "clients": [client.name for client in task.clients],
-            "unseen": [client.name for client in task.unseen],
-            "streams": [
-                {
-                    "name": stream.name,
-                    "kind": stream.kind,
-                    "setting": asdict(stream.setting),
-                    "clients": list(stream.index),
-                    "shifted": stream.images is not None,
-                }
-                for stream in task.streams.values()
-            ],
-            "provenance": task.provenance,
-        }
-        (temporary / "task.json").write_text(json.dumps(facts, default=str))
-        with contextlib.suppress(OSError):  # another process has just made the same task
-            os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+# ---- the cache ----------------------------------------------------------------------------------------------------------
+def _stored(task: Task) -> Stored:
+    clients, unseen = ({c.name: (c.train, c.val, c.test) for c in some} for some in (task.clients, task.unseen))
+    return Stored(task.hash, clients, unseen, task.streams, task.public, task.left_out, task.provenance)
 
 
-def _load(folder: Path, pool: Pool, content: Tensor, rotation: Rotation) -> Task | None:
+def _recalled(folder: Path, pool: Pool, content: Tensor, rotation: Rotation) -> Task | None:
     """The cached task, or None if it is not there or damaged (then it is made again)."""
-    try:
-        facts = json.loads((folder / "task.json").read_text())
-        with np.load(folder / "arrays.npz", allow_pickle=False) as file:
-            arrays = {key: torch.from_numpy(file[key]) for key in file.files}
-        streams = {
-            fact["name"]: _load_stream(folder, s, fact, arrays, pool, content)
-            for s, fact in enumerate(facts["streams"])
-        }
-        names: Sequence[str] = [*facts["clients"], *facts["unseen"]]
-        parts = _unflat("clients", arrays)
-        clients = [Client(name, *parts[3 * i : 3 * i + 3]) for i, name in enumerate(names)]
-    except (OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, zipfile.BadZipFile):
-        shutil.rmtree(folder, ignore_errors=True)
+    stored = _task_cache.load(folder, pool, content)
+    if stored is None:
         return None
-    count = len(facts["clients"])
-    pool = _turned(pool, clients, rotation, rotation.angles(names[:count], names[count:]))
-    task = Task(
-        images=pool.images,
-        labels=pool.labels,
-        ids=content,
-        classes=pool.classes,
-        clients=tuple(clients[:count]),
-        unseen=tuple(clients[count:]),
-        streams=streams,
-        public=arrays.get("public"),
-        provenance=facts["provenance"],
-        hash=facts["hash"],
+    clients, unseen = (
+        tuple(Client(name, *parts) for name, parts in some.items()) for some in (stored.clients, stored.unseen)
+    )
+    angles = rotation.angles(list(stored.clients), list(stored.unseen))
+    task = _task(pool, content, pool.together(content), clients, unseen, rotation, angles)
+    task = replace(
+        task,
+        streams=stored.streams,
+        public=stored.public,
+        left_out=tuple(stored.left_out),
+        # the same images may come from elsewhere, with other hints
+        provenance={**stored.provenance, "source": dict(pool.provenance)},
+        hash=stored.hash,
     )
     if task_hash(task) == task.hash:
         return task
-    shutil.rmtree(folder, ignore_errors=True)
+    _task_cache.forget(folder)
     return None
-
-
-def _load_stream(
-    folder: Path, s: int, fact: Mapping[str, Any], arrays: Mapping[str, Tensor], pool: Pool, content: Tensor
-) -> Stream:
-    shifted = fact["shifted"]
-    return Stream(
-        name=fact["name"],
-        kind=fact["kind"],
-        setting=Setting(**fact["setting"]),
-        images=torch.from_numpy(np.load(folder / f"stream-{s}.npy", mmap_mode="c")) if shifted else None,
-        labels=arrays[f"stream-{s}/labels"] if shifted else pool.labels,
-        ids=arrays[f"stream-{s}/ids"] if shifted else content,
-        index=dict(zip(fact["clients"], _unflat(f"stream-{s}", arrays), strict=True)),
-    )
-
-
-def _flat(name: str, parts: Sequence[Tensor]) -> dict[str, np.ndarray[Any, Any]]:
-    """Ten thousand clients' index arrays as two arrays."""
-    lengths = np.array([len(part) for part in parts], dtype=np.int64)
-    joined = torch.cat(list(parts)).numpy() if parts else np.zeros(0, dtype=np.int64)
-    return {f"{name}/joined": joined, f"{name}/lengths": lengths}
-
-
-def _unflat(name: str, arrays: Mapping[str, Tensor]) -> list[Tensor]:
-    return list(arrays[f"{name}/joined"].split(arrays[f"{name}/lengths"].tolist()))

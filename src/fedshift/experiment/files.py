@@ -26,7 +26,10 @@ def presets() -> list[str]:
 
 
 def extended(source: str) -> dict[str, Any]:
-    """A file's table, on top of that of the file it extends, and so on."""
+    """A file's table, on top of that of the file it extends, and so on.
+
+    Where no preset is among them the data are somebody's own: their split is stratified unless a file says otherwise.
+    """
     entry = _entry(source, Path())
     if entry is None:
         raise UserError(f"there is neither a file nor a preset {source!r}; {_hint(source)}")
@@ -47,11 +50,20 @@ def extended(source: str) -> dict[str, Any]:
             raise UserError(f"{' extends '.join([*(name for name, _ in seen), base])}: that never ends")
         seen.append((base, found))
     table = tables.pop()
+    if seen[-1][0] not in presets():  # a preset, and what extends one, is split as it was published
+        table["split"] = {"stratify": True, **_table(table, "split", source)}
     while tables:
         table.pop("name", None)  # a run folder of one's own
         table = merged(table, tables.pop())
     table.setdefault("name", Path(source).stem if source not in presets() else source)
     return table
+
+
+def _table(table: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
+    found = table.get(key, {})
+    if not isinstance(found, dict):
+        raise UserError(f"{name}: [{key}] must be a table")
+    return found
 
 
 def _entry(name: str, beside: Path | None) -> Traversable | None:

@@ -62,6 +62,8 @@ class DataSpec(Table):
     limit: Annotated[int, Field(ge=1)] | None = None  # a random subset of so many images
     seed: int | None = None  # of partition, split and shifts; default: the run's seed
     needs: str = ""  # for people: what this is and where to get it
+    # columns that results can be told apart by; no dump has them: they decide nothing about a training
+    attributes: Annotated[list[str], Field(exclude=True)] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _lengths(self) -> DataSpec:
@@ -312,7 +314,8 @@ class Experiment(Table):
             "parquet" if path.suffix == ".parquet" or (path.is_dir() and any(path.rglob("*.parquet"))) else "folder"
         )
         source = [f"data.source={scheme}:{what}", f"name={path.stem}", f"title={what}", "data.needs="]
-        plain = ["split.unseen=0.0", "split.train-limit=0"]  # the default's are of its own domains
+        # the default's unseen domain is its own; the split is as a file of the user's own has it
+        plain = ["split.unseen=0.0", "split.train-limit=0", "split.stratify=true"]
         return cls.load(None, [*source, *plain, *overrides])
 
     def variants(self) -> Iterator[tuple[dict[str, Any], Experiment]]:
@@ -322,6 +325,7 @@ class Experiment(Table):
             return
         base = self.model_dump(by_alias=True, exclude={"sweep"})
         base["evaluate"] |= self.evaluate.undumped()
+        base["data"] |= {"attributes": self.data.attributes}
         for values in itertools.product(*self.sweep.values()):
             point = dict(zip(self.sweep, values, strict=True))
             table = copied(base)

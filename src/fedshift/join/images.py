@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedshift.data._columns import ROLES
 from fedshift.data._folders import SUFFIXES, others, walk
 from fedshift.data._pixels import decode_readable, undecodable
 from fedshift.data._rows import Rows
-from fedshift.data._tables import ROLES, Part, parquet_part, pictures_of
+from fedshift.data._tables import Part, parquet_part, pictures_of
 from fedshift.errors import UserError
 
 MOST_NAMED = 10  # of pictures that cannot be read; all of them are in the report's file

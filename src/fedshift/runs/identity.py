@@ -67,6 +67,7 @@ def experiment_of(config: Mapping[str, Any], folder: Path) -> Experiment:
     for missing in (key for key in ("format", "seed", "task-hash", "networks", "method") if key not in config):
         raise UserError(f"{where} is not a run's: it has no {missing!r}")
     settings = {key: value for key, value in config.items() if key not in FACTS}
+    settings["split"] = {"stratify": False, **settings.get("split", {})}  # whoever stratified wrote it down
     return Experiment.parse(
         {**settings, "method": [config["method"]], "seeds": [config["seed"]], "baselines": False}, where
     )

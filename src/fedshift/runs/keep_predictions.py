@@ -44,6 +44,13 @@ def keep_predictions(
 
 
 def _client_predictions(job: Job, metric: Metric, client: str, score: Score) -> ClientPredictions:
-    samples = job.task.samples(job.task.client(client), metric.stream)
-    ids = samples.ids[samples.index].numpy()
-    return ClientPredictions(metric, client, ids, ids, predictions_of(score), {})
+    task = job.task
+    samples = task.samples(task.client(client), metric.stream)
+    return ClientPredictions(
+        metric,
+        client,
+        ids=samples.ids[samples.index].numpy(),
+        groups=task.groups_of(samples).numpy(),
+        predictions=predictions_of(score),
+        attributes={name: task.attribute(name, samples) for name in task.attributes},
+    )

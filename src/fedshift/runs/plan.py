@@ -8,6 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from fedshift.data.audit import short_notes
 from fedshift.data.pool import Pool
 from fedshift.data.task import Task
 from fedshift.engines.base import Compute, Engine
@@ -68,12 +69,15 @@ def planned(
 ) -> Iterator[Job]:
     """Everything that will be run, made and checked before anything runs."""
     name = experiment.name or "experiment"
+    told = cache(say.note)  # of several seeds and points only once
     for point, variant in experiment.variants():
         for seed in variant.seeds:
             say.doing(f"preparing data, seed {seed}")
             task = make_task(variant, seed, data)
             twin = cache(partial(make_twin, variant, seed, data))
             _check_means(variant, task)
+            for note in short_notes(task) if variant.split.get("stratify") else ():  # presets are as published
+                told(note)
             for spec in with_baselines(variant):
                 setup = make_setup(variant, spec, task, network)
                 if len(setup.methods) > 1:  # methods that cannot mix networks say so here

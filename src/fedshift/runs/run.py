@@ -17,7 +17,7 @@ from fedshift.results.result import Result
 from fedshift.runs.finish import finish
 from fedshift.runs.plan import Job, check_unfinished, check_writable, planned
 from fedshift.runs.progress import Reporter, Silent
-from fedshift.runs.setup import Network
+from fedshift.runs.setup import Network, split_as_own
 from fedshift.runs.train import groups
 from fedshift.runs.workers import side_by_side
 from fedshift.store.lock import Occupied
@@ -65,7 +65,7 @@ def plan(
 ) -> list[Job]:
     """The runs of an experiment, made and checked: whatever can be wrong is found here, before anything runs."""
     with steady():
-        return list(planned(experiment, Path(out), network, data, reporter or Silent()))
+        return list(planned(split_as_own(experiment, data), Path(out), network, data, reporter or Silent()))
 
 
 def carry_out(

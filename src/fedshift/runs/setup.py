@@ -51,8 +51,8 @@ def make_task(experiment: Experiment, seed: int, data: Pool | Task | None = None
     """
     if isinstance(data, Task):
         return replace(data, hash=task_hash(data))
-    streams = _streams(experiment)
-    return _built(experiment, with_options(Splitting, "[split]", experiment.split), streams, seed, data)
+    splitting = with_options(Splitting, "[split]", split_as_own(experiment, data).split)
+    return _built(experiment, splitting, _streams(experiment), seed, data)
 
 
 def make_twin(experiment: Experiment, seed: int, data: Pool | Task | None = None) -> Task:
@@ -66,7 +66,7 @@ def make_twin(experiment: Experiment, seed: int, data: Pool | Task | None = None
     """
     if isinstance(data, Task):
         return _shown_validation(data)
-    splitting = with_options(Splitting, "[split]", {**experiment.split, "tune": True})
+    splitting = with_options(Splitting, "[split]", {**split_as_own(experiment, data).split, "tune": True})
     return _built(experiment, splitting, twins_of(_streams(experiment)), seed, data)
 
 
@@ -106,8 +106,10 @@ def _built(
     )
     rotation = with_options(Rotation, "[rotation]", experiment.rotation)
     data_seed = seed if spec.seed is None else spec.seed
-    pool = data if data is not None else load(spec.source, spec.columns or None, spec.size, spec.channels, cache)
-    pool = pool.only(spec.domains, spec.classes)
+    pool = data
+    if pool is None:
+        pool = load(spec.source, spec.columns or None, spec.size, spec.channels, cache, spec.attributes)
+    pool = pool.carrying(spec.attributes).only(spec.domains, spec.classes)
     if spec.limit is not None and spec.limit < len(pool):
         pool = pool.take(rng.permutation(rng.seed_of(data_seed, "limit"), len(pool))[: spec.limit].sort().values)
     shape = tuple(pool.images.shape[1:])
@@ -118,6 +120,18 @@ def _built(
         return load(source, columns or None, int(shape[1]), int(shape[0]), cache)
 
     return build(pool, partition, splitting, streams, data_seed, cache, rotation, another)
+
+
+def split_as_own(experiment: Experiment, data: Pool | Task | None) -> Experiment:
+    """The experiment, which splits a pool that is given to it class by class, as files of one's own have it.
+
+    >>> pool = Pool(torch.zeros(1, 1, 2, 2, dtype=torch.uint8), torch.tensor([0]), ("a",))
+    >>> split_as_own(Experiment(), pool).split, split_as_own(Experiment(), None).split
+    ({'stratify': True}, {})
+    """
+    if not isinstance(data, Pool) or "stratify" in experiment.split:
+        return experiment
+    return experiment.model_copy(update={"split": {"stratify": True, **experiment.split}})
 
 
 def _found(table: Mapping[str, Any], noun: str, name: str) -> Any:

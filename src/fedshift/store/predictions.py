@@ -33,7 +33,7 @@ class ClientPredictions:
     metric: Metric
     client: str
     ids: Integers  # of images
-    groups: Integers  # which images belong together; an image's own id where nothing is known
+    groups: Integers  # which images belong together; one that is alone has a number of its own
     predictions: Predictions
     attributes: Mapping[str, Sequence[str]]  # by name of a column, a value for each image
 

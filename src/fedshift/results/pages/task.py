@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from rich.table import Table
 
+from fedshift.data.audit import groups_line, notes
 from fedshift.data.task import Client, Samples, Task
 
 MOST_CLIENTS = 60  # shown on a page; a table of ten thousand helps nobody
@@ -36,7 +37,8 @@ def task_page(task: Task, path: Path, title: str, needs: str = "", examples: int
             title=title,
             task=task,
             needs=needs,
-            counts=task.provenance.get("counts", {}),
+            groups=groups_line(task),
+            notes=notes(task),
             shape=f"{width}x{height} pixels, {channels} channel{'s' if channels > 1 else ''}",
             streams=[
                 {
@@ -59,17 +61,24 @@ def task_table(task: Task, most: int = 24) -> Table:
     table = Table(
         title=f"task {task.hash}: {len(task.clients)} clients, {len(task.unseen)} unseen", title_justify="left"
     )
-    for column in ("client", "train", "val", "test", "classes", "histogram"):
+    for column in ("client", "train", "val", "test", "groups", "classes", "histogram"):
         table.add_column(column, justify="left" if column in ("client", "histogram") else "right", no_wrap=True)
     everyone = [*task.clients, *task.unseen]
     for client in everyone[:most]:
         counts = class_counts(task, client)
         name = client.name + (" (unseen)" if client in task.unseen else "")
         sizes = [str(len(part)) for part in (client.train, client.val, client.test)]
-        table.add_row(name, *sizes, str(int((counts > 0).sum())), spark(counts.tolist()))
+        groups = str(len(task.groups[torch.cat([client.train, client.val, client.test])].unique()))
+        table.add_row(name, *sizes, groups, str(int((counts > 0).sum())), spark(counts.tolist()))
     if len(everyone) > most:
-        table.add_row(f"... {len(everyone) - most} more", "", "", "", "", "")
+        table.add_row(f"... {len(everyone) - most} more", "", "", "", "", "", "")
     return table
+
+
+def task_lines(task: Task) -> list[str]:
+    """What is said below the table: the classes in the order of the histogram, the groups, and what to beware of."""
+    lines = [f"{len(task.classes)} classes: {', '.join(task.classes)}"] if len(task.classes) <= 40 else []
+    return [*lines, groups_line(task), *(f"note: {note}" for note in notes(task))]
 
 
 def class_counts(task: Task, client: Client) -> torch.Tensor:
