@@ -25,7 +25,17 @@ from fedshift.experiment.schema import Experiment, MethodSpec
 from fedshift.runs.session import Session
 from fedshift.runs.setup import make_setup, make_task
 
-SETTINGS = ["data.size=16", "model.name=cnn", "model.width=16", "train.lr=0.05"]
+SETTINGS = [
+    *(
+        "data.size=16",
+        "model.name=cnn",
+        "model.width=16",
+        "train.lr=0.05",
+        "train.batch-size=32",
+        "train.local-epochs=1",
+    ),
+    *("split.train-limit=0", "split.unseen=0.0"),
+]
 
 
 def thinned(task: Task, keep: float, own: bool) -> Task:

@@ -210,7 +210,12 @@ def _reasons(
         return said
     own = [c for c in candidates if (c.method, c.point) == (best.method, best.point) and c is not best]
     adapted = [c for c in own if c.adapter != "none"]
-    if best.gain is not None:
+    bare = next((c for c in own if c.adapter == "none"), None)
+    if best.gain is not None and best.gain.noise and bare is not None:
+        said.append(
+            f"What its adapter gains is noise ({_interval(best.gain)}), but without it: {'; '.join(bare.against)}."
+        )
+    elif best.gain is not None:
         said.append(f"Its adapter gains {_interval(best.gain)} over none.")
     elif adapted:
         noise = [c for c in adapted if not c.against]

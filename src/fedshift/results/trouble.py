@@ -39,7 +39,7 @@ def collapsed_predictions(row: Row) -> Iterator[str]:
         clients = row.collapsed(metric)
         if not clients:
             continue
-        counts = [own.confusion for score in scores for name, own in score.measured.items() if name in clients]
+        counts = [own.confusion for score in scores for own in score.measured.values() if own.confusion.collapsed]
         whole = Confusion.summed(counts)
         tested = list(dict.fromkeys(name for score in scores for name in score.measured))
         who = "all clients" if len(clients) == len(tested) else _listed([repr(name) for name in clients])
