@@ -61,6 +61,8 @@ def test_every_command_of_the_wheel_runs(installed: Path, tmp_path: Path) -> Non
         ["inspect", "runs/default", "--samples", "20"],
         ["cost-to-target", "runs/default", "--target", "1"],
         ["join", "runs/default", "--data", "images", "--adapter", "t3a"],
+        ["export", "runs/default", "--client", "paper"],
+        ["export", "runs/default", "--unseen", "--format", "safetensors"],
         ["data", "default", *changes],
         *(["list", what] for what in ("methods", "adapters", "models", "partitions", "streams", "presets", "pairs")),
         ["doctor"],

@@ -35,6 +35,7 @@ from fedshift.engines.base import Compute
 from fedshift.engines.reference import predictions
 from fedshift.engines.sequential import Sequential
 from fedshift.join import Joined, join, load
+from fedshift.join.classification import classification
 from fedshift.join.images import read_images
 from fedshift.join.joining import Prediction
 from fedshift.join.report import classes_table, summary
@@ -860,3 +861,6 @@ def test_many_classes_are_summed_up(tmp_path: Path) -> None:
     Console(file=text, width=100).print(summary(joined))
     assert "10 more classes" in text.getvalue()
     assert "0.500" in text.getvalue()
+    codes = torch.arange(60) % 40
+    Console(file=text, width=100).print(classes_table(classification(codes, codes, [f"class {i}" for i in range(40)])))
+    assert "10 smaller classes: see report.json" in text.getvalue()

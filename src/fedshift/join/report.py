@@ -44,15 +44,16 @@ def summary(joined: Joined) -> Table:
 
 
 def classes_table(report: Mapping[str, Any]) -> Table:
-    """Answers compared with labels, the classes with most images first."""
+    """Answers compared with labels, of the classes with most images."""
     table = Table(title="Compared with the labels", title_justify="left")
     for column in ("class", "precision", "recall", "F1", "images"):
         table.add_column(column, justify="left" if column == "class" else "right")
-    ranked = sorted(report["classes"].items(), key=lambda item: -item[1]["support"])
-    for name, numbers in ranked[:MOST]:
-        table.add_row(escape(name), *_shares(numbers))
-    if len(ranked) > MOST:
-        table.add_row(f"{len(ranked) - MOST} more classes in the report's file")
+    classes: Mapping[str, Mapping[str, Any]] = report["classes"]
+    largest = sorted(classes, key=lambda name: -classes[name]["support"])[:MOST]
+    for name in (name for name in classes if name in largest):
+        table.add_row(escape(name), *_shares(classes[name]))
+    if len(classes) > MOST:
+        table.add_row(f"{len(classes) - MOST} smaller classes: see report.json")
     table.add_section()
     for average in AVERAGES:
         table.add_row(average, *_shares(report[average]))
