@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from fedshift.data import audit
+from fedshift.data._division import BEYOND, HIDDEN, NOBODY
 from fedshift.data.partition import ByDomain, ByUser, Iid
 from fedshift.data.pool import Pool
 from fedshift.data.sources import from_arrays
 from fedshift.data.split import COPY, SIBLING
 from fedshift.data.streams import Corrupted, LeftOut, Mixture, Natural, Original, OutOfClient, StreamKind
-from fedshift.data.task import BEYOND, HIDDEN, NOBODY, Splitting, Task, build
+from fedshift.data.task import Splitting, Task, build
 from fedshift.errors import UserError
 
 SITES = ("berlin", "lima", "osaka", "quito")
@@ -284,7 +285,7 @@ def test_a_warning_for_every_class_a_client_cannot_be_tested_on() -> None:
     task = build(pool, ByDomain(), Splitting(stratify=True), seed=0)
     lacking = audit.untestable(task)
     assert lacking["lima"] == {"melanoma": "no image"}
-    assert "lima cannot be tested on melanoma (no image)" in audit.notes(task)
+    assert "lima has no image of melanoma" in audit.notes(task)
     assert lacking["berlin"] == {"melanoma": "2 images of 1 group"}
     assert "berlin cannot be tested on melanoma (2 images of 1 group)" in audit.notes(task)
     assert "1 client (berlin) cannot be tested on a class of their own" in " ".join(audit.short_notes(task))
@@ -294,10 +295,11 @@ def test_only_some_clients_are_told_apart_on_a_screen() -> None:
     task = build(lesions(0, patients=80), Iid(clients=12), Splitting(stratify=True))
     lacking = audit.untestable(task)
     assert len(lacking) > 3
-    told = [note for note in audit.notes(task, most=2) if "cannot be tested" in note]
+    told = [note for note in audit.notes(task, most=2) if "cannot be tested" in note or "has no image" in note]
     assert len(told) == 3
     assert told[-1].startswith(f"{len(lacking) - 2} more clients")
-    assert len([note for note in audit.counted(task)["notes"] if "cannot be tested" in note]) == len(lacking)
+    everybody = audit.counted(task)["notes"]
+    assert {note.split()[0] for note in everybody if note.startswith("client-")} == set(lacking)
 
 
 # ---- subgroups ----------------------------------------------------------------------------------------------------------

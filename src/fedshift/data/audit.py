@@ -14,6 +14,7 @@ from fedshift.data.task import Client, Task
 
 COLUMNS = ("image", "client", "part", "reason", "streams", "class", "group")
 LEFT_OUT, SHOWN = "left out", "shown"
+ABSENT = "no image"
 
 
 def parts_of(task: Task, client: Client) -> dict[str, Tensor]:
@@ -90,7 +91,7 @@ def untestable(task: Task) -> dict[str, dict[str, str]]:
             rows = owned[task.labels[owned] == label]
             groups = len(task.groups[rows].unique())
             why = f"{_many(len(rows), 'image')} of {_many(groups, 'group')}" if groups < len(rows) else ""
-            found.setdefault(client.name, {})[name] = why or (_many(len(rows), "image") if len(rows) else "no image")
+            found.setdefault(client.name, {})[name] = why or (_many(len(rows), "image") if len(rows) else ABSENT)
     return found
 
 
@@ -104,21 +105,28 @@ def notes(task: Task, most: int = 8) -> list[str]:
     told += [f"{_many(count, 'image')} left out: {reason}" for reason, count in left_out(task).items()]
     lacking = untestable(task)
     for name, classes in list(lacking.items())[:most]:
-        told.append(f"{name} cannot be tested on {_listed(classes)}")
+        told.append(f"{name} {_lacking(classes)}")
     if len(lacking) > most:
         told.append(f"{len(lacking) - most} more clients cannot be tested on some class: --format json names them all")
     return told
 
 
-def _listed(classes: Mapping[str, str], most: int = 12) -> str:
-    told = [f"{name} ({why})" for name, why in list(classes.items())[:most]]
-    return ", ".join(told) + (f" and {len(classes) - most} more classes" if len(classes) > most else "")
+def _lacking(classes: Mapping[str, str]) -> str:
+    """The classes a client cannot be tested on; those it has no image of are no surprise and come without a number."""
+    some = [f"{name} ({why})" for name, why in classes.items() if why != ABSENT]
+    none = [name for name, why in classes.items() if why == ABSENT]
+    told = [f"cannot be tested on {_first(some)}"] if some else []
+    return "; ".join([*told, *([f"has no image of {_first(none)}"] if none else [])])
+
+
+def _first(texts: list[str], most: int = 12) -> str:
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more classes" if len(texts) > most else "")
 
 
 def short_notes(task: Task) -> list[str]:
     """What somebody who trains should know: hints, and one sentence if classes that clients have cannot be tested."""
     told = list(task.provenance.get("source", {}).get("hints", []))
-    owning = [name for name, classes in untestable(task).items() if set(classes.values()) - {"no image"}]
+    owning = [name for name, classes in untestable(task).items() if set(classes.values()) - {ABSENT}]
     if owning:
         told.append(
             f"{_many(len(owning), 'client')} ({', '.join(owning[:3])}{', ...' if len(owning) > 3 else ''}) cannot be tested "

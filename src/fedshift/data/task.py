@@ -11,27 +11,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedshift.core import rng
 from fedshift.data import _task_cache
+from fedshift.data._division import Splitting as Splitting
+from fedshift.data._division import divide
 from fedshift.data._task_cache import Stored
 from fedshift.data.concept import Rotation
 from fedshift.data.partition import Partition
 from fedshift.data.pool import Column, Pool
-from fedshift.data.split import LeftOut, Split, choose_unseen, purge, split, split_by_file
+from fedshift.data.split import LeftOut
 from fedshift.data.streams import Scene, Setting, Stream, StreamKind
 from fedshift.errors import UserError
 
 PARTS = ("train", "val", "test")
 FORMAT = 2  # raise when the same settings would give other bytes
-BEYOND = "beyond train-fraction or train-limit"
-HIDDEN = "test image, which tune does not show"
-NOBODY = "given to no client by the partition"
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,42 +142,6 @@ class Task:
         return (int(self.images.shape[1]), int(self.images.shape[2]), int(self.images.shape[3]))
 
 
-@dataclass(frozen=True)
-class Splitting:
-    """How each client's data are divided, and who is unseen."""
-
-    train: float = 0.6
-    val: float = 0.2
-    test: float = 0.2
-    from_file: bool = False  # use the file's own train/test split; ``val`` is then a share of its training part
-    train_fraction: float = 1.0  # keep this share of every client's training data (small-data studies)
-    train_limit: int = 0  # keep at most so many of every client's training images; 0: all
-    unseen: float | str | tuple[str, ...] = 0.0  # a share of the clients, a name or pattern, or several
-    public: float = 0.0  # share of the images set apart, unlabelled, for everybody
-    tune: bool = False  # show validation images in place of test images, to choose settings without looking at a test
-    stratify: bool = False  # class by class; files of one's own have it, presets split as published
-    missing_group: Literal["error", "own"] = (
-        "error"  # of an image whose group is not known: refuse it, or let it be alone
-    )
-
-    def __post_init__(self) -> None:
-        """Refuse fractions that cannot be meant."""
-        for name in ("train", "val", "test", "public", "train_fraction"):
-            value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise UserError(f"[split] {name.replace('_', '-')} must lie in 0..1, not {value}")
-        if not self.from_file and abs(self.train + self.val + self.test - 1) > 1e-6:
-            raise UserError(f"[split] train + val + test must be 1, not {self.train + self.val + self.test:g}")
-        if self.train_limit < 0:
-            raise UserError(f"[split] train-limit must not be negative, not {self.train_limit}")
-        if self.tune and self.val == 0:
-            raise UserError("[split] tune shows validation images, but val is 0")
-        if self.train_fraction == 0 or (not self.from_file and self.train == 0):
-            raise UserError("[split] train and train-fraction must be positive")
-        if not self.from_file and self.test == 0 and not self.unseen:
-            raise UserError("[split] test = 0 leaves nothing to test on; name unseen clients or give test a share")
-
-
 def build(
     pool: Pool,
     partition: Partition,
@@ -252,41 +214,13 @@ def _make(
     rotation: Rotation,
     load: Callable[[str, Mapping[str, str]], Pool],
 ) -> Task:
-    groups = _groups(pool, content, splitting)
-    public = _public(groups, splitting.public, seed)
-    owned = {
-        name: indices[~torch.isin(groups[indices], groups[public])] if len(public) else indices
-        for name, indices in partition.assign(pool, rng.seed_of(seed, "partition")).items()
-    }
-    unseen = choose_unseen(list(owned), splitting.unseen, rng.seed_of(seed, "unseen")) if splitting.unseen else ()
-    drawn = {
-        name: _split_client(pool, owned[name], groups, splitting, rng.seed_of(seed, "split", name))
-        for name in owned
-        if name not in unseen
-    }
-    kept = {name: _limited(parts, splitting, rng.seed_of(seed, "split", name)) for name, parts in drawn.items()}
-    seen, left_out = purge(kept, groups, content, [owned[name] for name in unseen])
-    left_out += tuple(
-        LeftOut(name, BEYOND, drawn[name][0][~torch.isin(drawn[name][0], kept[name][0])])
-        for name in drawn
-        if len(drawn[name][0]) > len(kept[name][0])
-    )
+    divided = divide(pool, content, partition, splitting, seed)
+    clients = tuple(Client(name, *parts) for name, parts in divided.seen.items())
     nothing = torch.zeros(0, dtype=torch.int64)
-    if splitting.tune:
-        hidden = {**{name: test for name, (_, _, test) in seen.items()}, **{name: owned[name] for name in unseen}}
-        left_out += tuple(LeftOut(name, HIDDEN, rows) for name, rows in hidden.items() if len(rows))
-        seen = {name: (train, val, val) for name, (train, val, _) in seen.items()}
-    clients = tuple(Client(name, *parts) for name, parts in seen.items())
     # an unseen client's images are all test images
-    unseen_clients = () if splitting.tune else tuple(Client(name, nothing, nothing, owned[name]) for name in unseen)
-    tested = splitting.from_file or splitting.test > 0
-    for client in (*clients, *unseen_clients):
-        if client.name in seen and len(client.train) == 0:
-            raise UserError(_without("training", client.name, owned[client.name], groups, left_out))
-        if len(client.test) == 0 and (tested or client.name not in seen):
-            raise UserError(_without("test", client.name, owned[client.name], groups, left_out))
+    unseen_clients = tuple(Client(name, nothing, nothing, rows) for name, rows in divided.unseen.items())
     angles = rotation.angles([client.name for client in clients], [client.name for client in unseen_clients])
-    task = _task(pool, content, groups, clients, unseen_clients, rotation, angles)
+    task = _task(pool, content, divided.groups, clients, unseen_clients, rotation, angles)
     pool = replace(pool, images=task.images)
     tests = {client.name: client.test for client in (*clients, *unseen_clients)}
     trained = torch.cat([part for c in clients for part in (c.train, *(() if splitting.tune else (c.val,)))])
@@ -294,15 +228,12 @@ def _make(
     for name, kind in streams.items():
         scene = Scene(pool, content, tests, frozenset(c.name for c in unseen_clients), trained, dict(made), load, seed)
         made[name] = kind.make(name, scene)
-    used = torch.cat([public, *owned.values()])
-    nobodys = torch.ones(len(pool), dtype=torch.bool).index_fill_(0, used, False).nonzero().flatten()
-    left_out += (LeftOut("", NOBODY, nobodys),) if len(nobodys) else ()
     counts = {"images": len(pool), "clients": len(clients), "unseen": len(unseen_clients)}
     return replace(
         task,
         streams=made,
-        public=public if len(public) else None,
-        left_out=left_out,
+        public=divided.public if len(divided.public) else None,
+        left_out=divided.left_out,
         provenance={"counts": counts, **({"angles": angles} if rotation else {})},
     )
 
@@ -337,66 +268,12 @@ def _ids(codes: Tensor, names: tuple[str, ...]) -> Column:
     return Column(codes + 1, ("", *(names or map(str, range(int(codes.max()) + 1)))))
 
 
-def _groups(pool: Pool, content: Tensor, splitting: Splitting) -> Tensor:
-    """Which images stay together; one sentence if that is not known of one."""
-    if pool.groups is not None and splitting.missing_group == "error" and bool((pool.groups < 0).any()):
-        lost = (pool.groups < 0).nonzero().flatten()
-        first = int(lost[0])
-        name = pool.names[first] if pool.names else f"image {first}"
-        column = pool.provenance.get("group", "group")
-        more = f", and of {len(lost) - 1:,} more" if len(lost) > 1 else ""
-        raise UserError(
-            f'the group (column "{column}") of {name} is missing{more}: fill it in, or let such an image stand for itself '
-            'with [split] missing-group = "own"'
-        )
-    return pool.together(content)
-
-
-def _without(part: str, name: str, owned: Tensor, groups: Tensor, left_out: Sequence[LeftOut]) -> str:
-    """Why a client cannot take part."""
-    count = len(groups[owned].unique())
-    why = [f"its {len(owned)} images are {count} group{'s' if count != 1 else ''}"] if count < len(owned) else []
-    why += [f"{len(left.rows)} left out: {left.reason}" for left in left_out if left.client == name]
-    told = f" ({'; '.join(why)})" if why else ""
-    return f"client {name!r} has no {part} images left{told}; use fewer or larger clients"
-
-
 def _turned(pool: Pool, clients: Sequence[Client], rotation: Rotation, angles: Mapping[str, float]) -> Pool:
     """Every client's images under its own angle."""
     if not rotation:
         return pool
     owned = {client.name: torch.cat([client.train, client.val, client.test]) for client in clients}
     return rotation.apply(pool, owned, angles)
-
-
-def _public(groups: Tensor, fraction: float, seed: int) -> Tensor:
-    """Images for everybody; whole groups, so that no client holds a duplicate of one."""
-    if not fraction:
-        return torch.zeros(0, dtype=torch.int64)
-    order = rng.permutation(rng.seed_of(seed, "public"), len(groups))
-    chosen = groups[order[: max(1, round(fraction * len(groups)))]].unique()
-    return torch.isin(groups, chosen).nonzero().flatten()
-
-
-def _split_client(pool: Pool, indices: Tensor, groups: Tensor, splitting: Splitting, seed: int) -> Split:
-    labels = pool.labels if splitting.stratify else None
-    if splitting.from_file:
-        if pool.splits is None:
-            raise UserError(
-                '[split] from-file needs a split column in the data; map it with columns = { split = "..." }'
-            )
-        return split_by_file(indices, groups, pool.splits, splitting.val, seed, labels)
-    return split(indices, groups, (splitting.train, splitting.val, splitting.test), seed, labels)
-
-
-def _limited(parts: Split, splitting: Splitting, seed: int) -> Split:
-    """Only so much of the training images as is wanted."""
-    train, val, test = parts
-    keep = max(1, round(splitting.train_fraction * len(train)))
-    keep = min(keep, splitting.train_limit or keep)
-    if keep < len(train):
-        train = train[rng.permutation(rng.seed_of(seed, "fraction"), len(train))[:keep]].sort().values
-    return train, val, test
 
 
 def _digest(*tensors: Tensor) -> str:

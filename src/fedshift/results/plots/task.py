@@ -37,9 +37,11 @@ def task_picture(task: Task, path: Path, examples: int = 8) -> None:
         bars.set_ylabel(client.name, rotation=0, ha="right", va="center", color=INK, fontsize=9)
         last = row == len(shown) - 1
         names = [_short(name) for name in task.classes] if named and last else []
-        bars.set_xticks(range(len(names)), names, rotation=90, fontsize=7 if len(names) <= 12 else 5, color=INK)
+        turned = 90 if max(map(len, names), default=0) > 2 else 0
+        bars.set_xticks(range(len(names)), names, rotation=turned, fontsize=7 if len(names) <= 12 else 5, color=INK)
         bars.tick_params(length=0)
         bars.set_yticks([])
+        bars.set_ylim(0, 1.3 * max(int(counts.max()), 1))  # room for the number
         bars.text(
             0.99, 0.92, f"{int(counts.sum())}", transform=bars.transAxes, ha="right", va="top", color=SOFT, fontsize=7
         )
