@@ -85,8 +85,8 @@ MISTAKES = {
     "mixed networks": (
         ["-c", 'model=[{{name="cnn"}}, {{name="mlp"}}]', "-c", 'method=[{{name="fedavg"}}]'], "one architecture",
     ),
-    "negative method epochs": (["-c", "method.finetune.epochs=-1"], "epochs must not be negative"),
-    "negative mu": (["-c", "method.fedprox.mu=-1"], "mu must not be negative"),
+    "negative method epochs": (["-c", 'method=[{{name="finetune", epochs=-1}}]'], "epochs must not be negative"),
+    "negative mu": (["-c", 'method=[{{name="fedprox", mu=-1}}]'], "mu must not be negative"),
     "negative adapter rate": (
         ["-c", 'method=[{{name="fedavg", adapters=[{{name="tent", lr=-1.0}}]}}]'], "lr must not be negative",
     ),
@@ -103,7 +103,8 @@ MISTAKES = {
         ["-c", 'method=[{{name="fedavg", adapters=[{{name="none", paper={{original="high"}}}}]}}]'], "must be a number",
     ),
     "too small for the network": (
-        ["-c", "data.source=parquet:{good}", "-c", "data.size=2", "-c", 'stream=[{{name="o", kind="original"}}]'], "4x4",
+        ["-c", "data.source=parquet:{good}", "-c", "data.size=2", "-c", 'stream=[{{name="o", kind="original"}}]',
+         "-c", "split.unseen=0.0"], "4x4",
     ),
     "split": (["-c", "split.train=0.9"], "train + val + test must be 1"),
     "severity": (["-c", "stream.corrupted.severity=6"], "severity must be 1 to 5"),

@@ -83,7 +83,7 @@ def test_files_of_one_s_own_are_split_class_by_class(tmp_path: Path) -> None:
     files = {
         "own": data,
         "otherwise": f"{data}[split]\nstratify = false\n",
-        "of-a-preset": f'extends = "default"\n{data}',
+        "of-a-preset": f'extends = "default"\n{data}[split]\nunseen = 0.0\n',
         "of-mine": 'extends = "own.toml"\n[split]\ntrain = 0.5\nval = 0.2\ntest = 0.3\n',
     }
     for name, text in files.items():

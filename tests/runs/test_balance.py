@@ -62,14 +62,14 @@ def test_what_it_does_not_reach_is_said_once_under_the_table(tmp_path: Path) -> 
         "fedthe: [train] balance has no say in its phases 'generic' (always 'softmax') and 'personal' (always 'none')",
         "two heads: [train] balance has no say in its phase 'train' (always 'softmax')",
     )
-    assert [note for note in result.notes if "balance" in note or note == "ours"] == list(expected)
+    assert [note for note in result.notes if "[train] balance" in note or note == "ours"] == list(expected)
     assert collect(result.folders).notes == result.notes  # as fedshift show reads them
     again = run(small(**asked), tmp_path, engine="sequential")  # finished before, still said
     assert again.notes == result.notes
     more = run(small(**{**asked, "train": {}, "sweep": {"train.balance": ["none", "weights", "sampler"]}}), tmp_path)
-    assert [note for note in more.notes if "balance" in note] == list(expected[1:])  # once for all points too
+    assert [note for note in more.notes if "[train] balance" in note] == list(expected[1:])  # once for all points too
     quiet = run(small(**{**asked, "train": {}}), tmp_path / "none", engine="sequential")
-    assert not [note for note in quiet.notes if "balance" in note]
+    assert not [note for note in quiet.notes if "[train] balance" in note]
 
 
 @pytest.mark.parametrize("way", WAYS)
