@@ -9,6 +9,7 @@ import torch
 
 from fedshift.core.arch import Arch
 from fedshift.core.compatibility import missing_for_method
+from fedshift.core.context import Context
 from fedshift.core.method import Method
 from fedshift.core.registry import METHODS
 from fedshift.core.tree import Tree
@@ -103,4 +104,5 @@ def for_our_kernels(method: Method) -> bool:
     """Whether some convolution of this method's stacked clients is for kernels of our own."""
     layers = [layer for layer in method.arch.convolutions() if layer.groups == 1]
     pays = any(implicit_pays(shape_of(layer.weight), pair(layer.stride)) for layer in layers)
-    return pays and len(method.prepare_task(TASK).clients) > 1
+    trains = bool(method.phases(Context(0, 1, len(TASK.clients))))  # the floor does not
+    return pays and trains and len(method.prepare_task(TASK).clients) > 1
