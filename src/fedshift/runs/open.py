@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec
 from fedshift.runs.deployment import Deployment, Snapshot, entries_of, unseen_phases
 from fedshift.runs.evaluate import adapters_of
 from fedshift.runs.identity import FORMAT, check_code, experiment_of, fingerprint
-from fedshift.runs.plan import Job
-from fedshift.runs.setup import Network, Setup, make_setup, make_task, make_twin, placeholder
+from fedshift.runs.plan import Job, Twin
+from fedshift.runs.setup import Network, Setup, make_setup, make_task, placeholder
 from fedshift.store.folder import RunFolder, find_runs, read_config, title_of
 from fedshift.store.state import State
 
@@ -97,7 +97,7 @@ class OpenRun:
                 f"{path} trained another network than the one its settings make now; pass its network in Python"
             )
         point = dict(self.config.get("sweep-point") or {})
-        twin = cache(partial(make_twin, self.experiment, self.seed, data))
+        twin = Twin(self.experiment, self.seed, data)
         return Job(self.experiment, point, setup, task, self.seed, self.folder, self.config, twin)
 
     def _task(self, wanted: Any, data: Pool | Task | None) -> Task:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,23 @@ from fedshift.store.lock import check_free
 
 
 @dataclass(frozen=True)
+class Twin:
+    """The task with validation images in place of test images: made when it is asked for, once in every process."""
+
+    experiment: Experiment
+    seed: int
+    data: Pool | Task | None
+
+    @cached_property
+    def _task(self) -> Task:
+        return make_twin(self.experiment, self.seed, self.data)
+
+    def __call__(self) -> Task:
+        """That task; raises a UserError if there is none."""
+        return self._task
+
+
+@dataclass(frozen=True)
 class Job:
     """One training: a method of one variant of the experiment under one seed."""
 
@@ -33,7 +50,7 @@ class Job:
     seed: int
     folder: RunFolder
     config: Mapping[str, Any]
-    twin: Callable[[], Task]  # the same task with validation images in place of test images, made when it is asked for
+    twin: Twin
 
     @property
     def rounds(self) -> int:
@@ -74,7 +91,7 @@ def planned(
         for seed in variant.seeds:
             say.doing(f"preparing data, seed {seed}")
             task = make_task(variant, seed, data)
-            twin = cache(partial(make_twin, variant, seed, data))
+            twin = Twin(variant, seed, data)
             _check_means(variant, task)
             for note in short_notes(task) if variant.split.get("stratify") else ():  # presets are as published
                 told(note)
