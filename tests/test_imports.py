@@ -29,7 +29,8 @@ MAY = {
     "inspect": {"core", "data", "measures", "store", "engines", "experiment", "results", "runs", "systems"},
     "export": {"core", "data", "measures", "store", "engines", "experiment", "runs"},
 }
-ALONE = {"catalogue.py", "doctor.py", "cli.py", "__init__.py", "errors.py"}
+ALONE = {"catalogue.py", "doctor.py", "__init__.py", "errors.py"}
+TOP = {"cli"}  # may import everybody, and nobody imports it
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -56,7 +57,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 def test_every_package_has_a_rule() -> None:
     packages = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert packages == set(MAY)
+    assert packages == set(MAY) | TOP
     assert {path.name for path in ROOT.glob("*.py")} == ALONE
 
 
@@ -73,7 +74,8 @@ def test_imports_go_one_way(package: str) -> None:
 
 
 def test_nothing_imports_the_command_line() -> None:
-    assert not [path for path in FILES if any(module.startswith("fedshift.cli") for module in imported(path))]
+    others = [path for path in FILES if path.relative_to(ROOT).parts[0] not in TOP]
+    assert not [path for path in others if any(module.startswith("fedshift.cli") for module in imported(path))]
 
 
 def test_systems_do_not_know_each_other() -> None:

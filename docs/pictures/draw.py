@@ -157,7 +157,7 @@ def imports() -> Figure:
     for name, place in PLACES.items():
         width = 110 if name in NARROW else 130
         box(axes, place, f"{name}\n{WORDS[name]}", COLOURS.get(name, WORK), width)
-    note = "cli.py, catalogue.py and doctor.py stand on top"
+    note = "cli/, catalogue.py and doctor.py stand on top"
     axes.text(400, 22, note, fontsize=7.8, ha="center", va="center", color=INK)
     note = "An arrow goes from who imports to who is imported; what follows from other arrows is left out."
     axes.text(400, 464, note, fontsize=7.4, ha="center", va="center", color=INK)

@@ -1,0 +1,20 @@
+"""The command line, a file for each group of commands; ``fedshift --help`` lists them in the order of the imports here."""
+
+from __future__ import annotations
+
+from fedshift.cli import run  # isort: skip
+from fedshift.cli import data  # isort: skip
+from fedshift.cli import show  # isort: skip
+from fedshift.cli import inspect  # isort: skip
+from fedshift.cli import join  # isort: skip
+from fedshift.cli import export  # isort: skip
+from fedshift.cli import listing  # isort: skip
+from fedshift.cli.app import app
+from fedshift.cli.guard import guarded
+
+__all__ = ["app", "data", "export", "inspect", "join", "listing", "main", "run", "show"]
+
+
+def main() -> None:
+    """The entry point: a user's mistake is one sentence and exit code 2, never a traceback."""
+    guarded(app)

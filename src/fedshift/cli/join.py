@@ -1,0 +1,51 @@
+"""An unseen client arrives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fedshift.cli.app import app
+from fedshift.cli.printing import Format, console, escaped, wants_json
+
+
+@app.command()
+def join(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a folder above some.")],
+    data: Annotated[
+        Path, typer.Option(help="Images without labels: a folder, one picture, Parquet; class folders are labels.")
+    ],
+    adapter: Annotated[str | None, typer.Option(help="An adapter of the run by its label, or any by its name.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A new folder; default RUN/joined/DATA-ADAPTER.")] = None,
+    method: Annotated[str | None, typer.Option(help="Which method, if RUN holds several.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Which seed, if RUN holds several.")] = None,
+    network: Annotated[
+        str | None, typer.Option("--network", "--model", help="Which network, if the run mixes several.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    strict: Annotated[bool, typer.Option("--strict", help="An image that cannot be read is an error.")] = False,
+    format: Format = "table",
+) -> None:
+    """Give an unseen client a model of its own and predictions, from its unlabelled images."""
+    from fedshift.join import join as join_run
+    from fedshift.join.report import classes_table, headline, lines, summary
+
+    as_json = wants_json(format)
+    screen = console()
+    with Console(stderr=True).status("joining"):
+        joined = join_run(
+            path, data, adapter, out, method=method, seed=seed, model=network, device=device, strict=strict
+        )
+    if as_json:
+        print(json.dumps({**joined.as_dict(), "files": [str(file) for file in joined.files]}, indent=1))
+        return
+    screen.print(f"[bold]{escaped(headline(joined))}", highlight=False, soft_wrap=True)
+    screen.print(summary(joined))
+    if joined.report is not None:
+        screen.print(classes_table(joined.report))
+    for line in lines(joined):
+        screen.print(escaped(line), highlight=False, soft_wrap=True)

@@ -1,0 +1,51 @@
+"""What there is to choose from, and what is missing."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from fedshift.cli.app import app
+from fedshift.cli.printing import Format, console, wants_json
+from fedshift.errors import UserError
+
+
+@app.command(name="list")
+def list_(
+    what: Annotated[str, typer.Argument(help="methods, adapters, models, partitions, streams, presets or pairs")],
+    format: Format = "table",
+) -> None:
+    """What there is to choose from."""
+    from fedshift.catalogue import CATALOGUE
+
+    if what not in CATALOGUE:
+        raise UserError(f"there is no list of {what!r}; there are: {', '.join(CATALOGUE)}")
+    rows = CATALOGUE[what]()
+    if wants_json(format):
+        print(json.dumps(rows, indent=1))
+        return
+    table = Table()
+    for column in rows[0]:
+        table.add_column(column, no_wrap=column == "name", overflow="fold")
+    for row in rows:
+        table.add_row(*(_plain(value) for value in row.values()))
+    console().print(table)
+
+
+@app.command()
+def doctor() -> None:
+    """Versions, device, threads, and what is missing with the command that installs it."""
+    from fedshift.doctor import report
+
+    screen = console()
+    for line in report():
+        screen.print(line, highlight=False)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={item}" for key, item in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,74 @@
+"""Train and test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedshift.cli.app import app
+from fedshift.cli.printing import console, escaped, print_advice, print_result
+
+
+@app.command()
+def run(
+    experiment: Annotated[
+        str | None, typer.Argument(help="A TOML file or a preset; left out: five digit domains, no download.")
+    ] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", "-c", help="Override a key, for instance -c rounds=50 -c method.fedprox.mu=0.1."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="auto, sequential, parallel or vmapped; all give the same numbers up to rounding (float64: 1e-10)"
+        ),
+    ] = "auto",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with interrupted runs.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Begin interrupted runs again.")] = False,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", help="So many runs at the same time, a process for each.")] = 1,
+) -> None:
+    """Train every method of an experiment, test every adapter, print the table. Finished parts are not run again."""
+    from fedshift.experiment.schema import Experiment
+    from fedshift.results.plots.pictures import density_picture, map_picture, option_map, result_picture
+    from fedshift.results.plots.task import task_picture
+    from fedshift.runs.progress import Terminal
+    from fedshift.runs.run import carry_out, plan
+
+    screen = console()
+    chosen = Experiment.load(experiment, change or [])
+    if chosen.title:
+        screen.print(f"[bold]{escaped(chosen.title)}", highlight=False)
+    reporter = Terminal(screen)
+    try:
+        planned = plan(chosen, out, reporter=reporter)
+        result = carry_out(
+            planned,
+            engine=engine,
+            device=device,
+            resume=resume,
+            restart=restart,
+            processes=jobs,
+            reporter=reporter,
+        )
+    finally:
+        reporter.close()
+    folder = out / chosen.name
+    pictures = [folder / "results.png", folder / "task.png"]
+    result_picture(result, pictures[0])
+    task_picture(planned[0].task, pictures[1])
+    if any(row.telemetry() for row in result.rows):
+        pictures.append(folder / "densities.png")
+        density_picture(result, pictures[-1])
+    if option_map(result) is not None:
+        pictures.append(folder / "map.png")
+        map_picture(result, pictures[-1])
+    print_result(screen, result, "best-val", rules=chosen.evaluate.oracle)
+    if any(row.twins for row in result.rows):
+        screen.print("[bold]What to deploy[/] (fedshift advise has the table):")
+        print_advice(screen, result.advice())
+    screen.print(f"Pictures: {', '.join(map(str, pictures))}. Again: fedshift show {folder}", highlight=False)
