@@ -110,7 +110,8 @@ PLACES: Mapping[str, Point] = {
     "inspect": (322, 62), "join": (468, 62), "export": (614, 62), "serve": (176, 62),
 }  # fmt: skip
 WORDS = {
-    "core": "the contract", "measures": "from probabilities", "blocks": "what methods share", "models": "networks", "data": "tasks, streams",
+    "core": "the contract", "measures": "from probabilities",
+    "blocks": "what methods share", "models": "networks", "data": "tasks, streams",
     "store": "run folders", "systems": "five papers", "methods": "one file each", "adapters": "one file each",
     "engines": "who does the work", "results": "tables, plots, pages", "experiment": "TOML, presets",
     "runs": "plan, session, artefact", "inspect": "what was learnt", "join": "unseen clients",

@@ -169,8 +169,8 @@ class Guards:
     def _mix(self) -> Numbers:
         """For every class the ratio of an answer that is this class.
 
-        A class may be as frequent as validation images allow (Wilson's bound, three standard errors); without any, nothing is
-        known of the mix.
+        A class may be as frequent as validation images allow (Wilson's bound, three standard errors); without any nothing
+        is known of the mix.
         """
         if self.known is None:
             return np.full((1, self.classes), math.log(HALF))
