@@ -143,7 +143,7 @@ def test_starting_loads_nothing_heavy(start: str) -> None:
 
 def test_text_reaches_the_screen_at_one_place() -> None:
     """Consoles and tables of rich read brackets in names as markup; those of ``results/plain.py`` show them."""
-    markup = re.compile(r"\[(/|bold|dim|red|green|yellow)[a-z ]*\]")
+    markup = re.compile(r"\[(/|bold|red|green|yellow)[a-z ]*\]")
     wrong = [
         f"{path.relative_to(ROOT)}: {found.group()}"
         for path in FILES
