@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from fedshift.core.adapter import Adapter
+from fedshift.core.context import Context
 from fedshift.core.tree import Tree
-from fedshift.experiment.schema import AdapterSpec
+from fedshift.experiment.schema import AdapterSpec, Experiment
 from fedshift.runs.artefact import Artefact, Part, described, difference
 from fedshift.runs.deployment import Deployment
 from fedshift.runs.plan import Job
 from fedshift.runs.session import Session
+from fedshift.runs.setup import Setup
 from fedshift.store.folder import artefacts_folder
 
 MOST_CLIENTS = 50  # of a run that nobody has asked for artefacts
@@ -58,24 +61,41 @@ def artefact_of(
 ) -> Artefact:
     """What one client of a run serves with: its deployed tree, and what every adapter makes of its training data."""
     client = job.task.client(name)
-    network = session.arch_of(client)
-    setup = replace(session.setup, methods={network: session.setup.methods[network]})
-    config = described(
+    return made_of(
+        tree,
         name,
         session.setup,
         job.experiment,
-        network,
+        session.arch_of(client),
         deployment.ctx,
         job.task.classes,
         adapters,
         _origin(job, deployment),
+        lambda adapter, own: session.prepared(adapter, own, client),
+        unseen=client in job.task.unseen,
     )
+
+
+def made_of(
+    tree: Tree,
+    client: str,
+    setup: Setup,
+    experiment: Experiment,
+    network: str,
+    ctx: Context,
+    classes: tuple[str, ...],
+    adapters: Sequence[AdapterSpec],
+    origin: Mapping[str, Any],
+    prepare: Callable[[Adapter, Tree], Tree],
+    unseen: bool = False,
+) -> Artefact:
+    """The artefact of a deployed tree; ``prepare`` gives it with what an adapter makes of the client's training data."""
+    config = described(client, setup, experiment, network, ctx, classes, adapters, origin)
+    own = replace(setup, methods={network: setup.methods[network]})
     specs = [AdapterSpec(**entry) for entry in config["adapter"]]  # with all settings, as they are at this round
-    made = {spec.title: (spec, setup.adapter(spec, setup.method)) for spec in specs}
-    parts = {
-        title: Part(spec, difference(session.prepared(own, tree, client), tree)) for title, (spec, own) in made.items()
-    }
-    return Artefact(setup, tree, parts, job.task.classes, {**config, "unseen": client in job.task.unseen})
+    made = {spec.title: (spec, own.adapter(spec, own.method)) for spec in specs}
+    parts = {title: Part(spec, difference(prepare(adapter, tree), tree)) for title, (spec, adapter) in made.items()}
+    return Artefact(own, tree, parts, classes, {**config, "unseen": unseen})
 
 
 def _origin(job: Job, deployment: Deployment) -> dict[str, Any]:
