@@ -16,7 +16,8 @@ from fedshift.data.task import Splitting, Task, build, task_hash
 from fedshift.deploy.federation import Federation, with_public
 from fedshift.errors import UserError
 from fedshift.experiment.files import source_of
-from fedshift.runs.setup import cache_folder, streams_of
+from fedshift.runs.setup import streams_of
+from fedshift.store.cache import cache_folder
 
 
 @dataclass(frozen=True)

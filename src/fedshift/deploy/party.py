@@ -126,18 +126,17 @@ class Party:
             "task-hash": self.task.hash,
         }
         client, task = self._here()
-        size = self.setup.train.batch_size
         artefact = made_of(
             self._deployed(packet),
-            client.name,
+            client,
+            task,
             self.setup,
             self.experiment,
             packet.facts["network"],
             ctx,
-            task.classes,
             [AdapterSpec(**entry) for entry in packet.facts["adapters"]],
             origin,
-            lambda adapter, tree: prepared(adapter, tree, task, client, size, self.compute),
+            self.compute,
         )
         artefact.save(target)
         return {"written": True}, {}
