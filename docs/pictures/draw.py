@@ -108,6 +108,7 @@ PLACES: Mapping[str, Point] = {
     "results": (690, 206), "experiment": (322, 206),
     "runs": (468, 134),
     "inspect": (322, 62), "join": (468, 62), "export": (614, 62), "serve": (176, 62),
+    "deploy": (738, 62),
 }  # fmt: skip
 WORDS = {
     "core": "the contract", "measures": "from probabilities",
@@ -115,12 +116,12 @@ WORDS = {
     "store": "run folders", "systems": "five papers", "methods": "one file each", "adapters": "one file each",
     "engines": "who does the work", "results": "tables, plots, pages", "experiment": "TOML, presets",
     "runs": "plan, session, artefact", "inspect": "what was learnt", "join": "unseen clients",
-    "export": "models for elsewhere", "serve": "models behind HTTP",
+    "export": "models for elsewhere", "deploy": "parties on Flower", "serve": "models behind HTTP",
 }  # fmt: skip
 COLOURS = {
     "core": NOUN,
     **dict.fromkeys(("systems", "methods", "adapters", "models"), SOFT),
-    **dict.fromkeys(("runs", "join", "inspect", "export", "serve"), FILE),
+    **dict.fromkeys(("runs", "join", "inspect", "export", "deploy", "serve"), FILE),
 }
 NARROW = ("systems", "methods", "adapters")
 
