@@ -147,7 +147,10 @@ def _middle(numbers: Sequence[float]) -> float:
 def words(package: str) -> str:
     """What a package is: its own first sentence, as far as the first colon or semicolon."""
     text = (
-        ast.get_docstring(ast.parse((HERE.parents[1] / "src" / "fedshift" / package / "__init__.py").read_text())) or ""
+        ast.get_docstring(
+            ast.parse((HERE.parents[1] / "src" / "fedshift" / package / "__init__.py").read_text(encoding="utf-8"))
+        )
+        or ""
     )
     first = re.split(r"[:;.]( |$)", text.replace("``", "").replace("\n", " "))[0]
     return "\n".join(textwrap.wrap(first, 23, max_lines=3, placeholder=" ..."))

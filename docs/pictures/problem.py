@@ -22,7 +22,7 @@ ROWS = {"FedAvg": ("fedavg", "none"), "FedICON with its adapter": ("fedicon", "f
 
 def numbers() -> dict[str, list[float]]:
     """Accuracies of the demo by row: original, corrupted, unseen."""
-    table = re.findall(r"(?m)^│(.+)│$", README.read_text())
+    table = re.findall(r"(?m)^│(.+)│$", README.read_text(encoding="utf-8"))
     cells = [[cell.strip() for cell in line.split("│")] for line in table]
     found = {(row[0], row[1]): [float(row[i].rstrip(" ~")) for i in (2, 3, 4)] for row in cells if row[4] != "-"}
     return {title: found[row] for title, row in ROWS.items()}
@@ -73,7 +73,9 @@ def problem() -> Figure:
 
 def _picture(axes: Axes, place: tuple[float, float], image: Tensor) -> None:
     pixels = image.permute(1, 2, 0).numpy()
-    axes.add_artist(AnnotationBbox(OffsetImage(pixels, zoom=1.25, interpolation="nearest"), place, frameon=False, pad=0))
+    axes.add_artist(
+        AnnotationBbox(OffsetImage(pixels, zoom=1.25, interpolation="nearest"), place, frameon=False, pad=0)
+    )
 
 
 def _bar(axes: Axes, x: float, value: float, colour: str) -> None:

@@ -19,12 +19,13 @@ def list_(
     format: Format = "table",
 ) -> None:
     """What there is to choose from."""
-    from fedshift.catalogue import CATALOGUE
+    from fedshift.catalogue import listed
 
-    if what not in CATALOGUE:
-        raise UserError(f"there is no list of {what!r}; there are: {', '.join(CATALOGUE)}")
-    rows = CATALOGUE[what]()
-    if wants_json(format):
+    as_json, lists = wants_json(format), listed()
+    if what not in lists:
+        raise UserError(f"there is no list of {what!r}; there are: {', '.join(lists)}")
+    rows = lists[what]
+    if as_json:
         print(json.dumps(rows, indent=1))
         return
     table = Table()

@@ -30,7 +30,7 @@ from fedshift.results.tables import BROKEN, short_name
 from fedshift.runs.open import SELECTIONS, open_run
 from fedshift.runs.setup import Network
 from fedshift.store.folder import RunFolder, find_runs
-from fedshift.store.rows import mean_and_std
+from fedshift.store.summary import mean_and_std
 
 PAGE, NUMBERS = "inspect.html", "inspect.json"
 READ = {

@@ -25,7 +25,7 @@ from fedshift.results.trouble import BALANCED, FLOOR
 
 if TYPE_CHECKING:
     from fedshift.results.result import Result, Row
-    from fedshift.store.rows import Metric
+    from fedshift.store.metric import Metric
 
 Values: TypeAlias = Sequence[Mapping[str, float]]  # for each seed, by client
 

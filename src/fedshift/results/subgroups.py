@@ -17,8 +17,8 @@ from fedshift.measures.predictions import Predictions
 from fedshift.results.collect import names_of
 from fedshift.results.tables import short_name
 from fedshift.store.folder import RunFolder
+from fedshift.store.metric import Metric
 from fedshift.store.predictions import ClientPredictions, read_predictions
-from fedshift.store.rows import Metric
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from fedshift.errors import UserError
 from fedshift.measures.confusion import Confusion
 from fedshift.measures.measurement import MEASURES
 from fedshift.results.cost_table import costs_table
-from fedshift.store.rows import RULES, Metric, Part, ScoreRow, known, mean_and_std
+from fedshift.store.metric import RULES, Metric, Part
+from fedshift.store.rows import ScoreRow
+from fedshift.store.summary import known, mean_and_std
 
 if TYPE_CHECKING:
     from fedshift.results.result import Result, Row

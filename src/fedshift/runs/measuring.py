@@ -10,7 +10,8 @@ import numpy as np
 from fedshift.engines.base import Score
 from fedshift.measures.measurement import MEASURES, Measurement
 from fedshift.measures.predictions import Predictions
-from fedshift.store.rows import ACCURACY, Summary, summarise, summarise_values
+from fedshift.store.metric import ACCURACY
+from fedshift.store.summary import Summary, summarise, summarise_values
 
 
 def predictions_of(score: Score) -> Predictions:

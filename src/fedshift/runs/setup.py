@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -30,16 +28,9 @@ from fedshift.data.task import Splitting, Task, build, task_hash
 from fedshift.engines.base import Compute
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec, ModelSpec
+from fedshift.store.cache import cache_folder
 
 Network: TypeAlias = nn.Module | Callable[[], nn.Module]
-
-
-def cache_folder() -> Path:
-    """Where decoded sources and made tasks are kept: ``$FEDSHIFT_CACHE``, or the user's cache folder."""
-    given = os.environ.get("FEDSHIFT_CACHE")
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedshift"
 
 
 def make_task(experiment: Experiment, seed: int, data: Pool | Task | None = None) -> Task:

@@ -12,6 +12,7 @@ from fedshift.core.tree import Tree
 from fedshift.experiment.schema import AdapterSpec
 from fedshift.runs.artefact import Artefact, Part, described, difference
 from fedshift.runs.deployment import Deployment
+from fedshift.runs.known import known_of
 from fedshift.runs.plan import Job
 from fedshift.runs.session import Session
 from fedshift.store.folder import artefacts_folder
@@ -75,7 +76,8 @@ def artefact_of(
     parts = {
         title: Part(spec, difference(session.prepared(own, tree, client), tree)) for title, (spec, own) in made.items()
     }
-    return Artefact(setup, tree, parts, job.task.classes, {**config, "unseen": client in job.task.unseen})
+    known = known_of(setup.method, tree, job.task, client, session.compute)
+    return Artefact(setup, tree, parts, job.task.classes, {**config, "unseen": client in job.task.unseen}, known)
 
 
 def _origin(job: Job, deployment: Deployment) -> dict[str, Any]:

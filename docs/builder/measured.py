@@ -10,7 +10,7 @@ from typing import NamedTuple
 import fedshift
 from fedshift.experiment import files
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 class Table(NamedTuple):
@@ -35,7 +35,7 @@ def _cells(line: str) -> list[str]:
 
 
 def _tables(page: Path) -> Iterator[Table]:
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     title, heading, ran = "", "", tuple[str, ...]()
     for part in re.split(r"(?m)^(?=#)", text):
         if not part:

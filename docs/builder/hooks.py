@@ -9,15 +9,14 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
 
-import api  # noqa: E402
-import generate  # noqa: E402
-import notebooks  # noqa: E402
-from mkdocs.config.defaults import MkDocsConfig  # noqa: E402
-from mkdocs.exceptions import PluginError  # noqa: E402
-from mkdocs.structure.files import File, Files  # noqa: E402
+TOP = Path(__file__).parents[2]
+sys.path.insert(0, str(TOP))  # mkdocs has this file alone
+
+from docs.builder import api, notebooks, pages  # noqa: E402
 
 ROOT = {"CONTRIBUTING.md": "contributing.md", "CHANGES.md": "changes.md"}  # beside docs/, and where they go
 
@@ -27,7 +26,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     silent = api.undocumented()
     if silent:
         raise PluginError(f"public, and without a docstring: {', '.join(silent)}")
-    made: dict[str, str | bytes] = {**generate.pages(), **api.pages(), **_outside()}
+    made: dict[str, str | bytes] = {**pages.pages(), **api.pages(), **_outside()}
     for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
         files.remove(file)
         made |= notebooks.pages(Path(str(file.abs_src_path)), file.src_uri)
@@ -47,7 +46,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def _outside() -> dict[str, str]:
     """Pages that lie beside ``docs/``, their links as seen from inside."""
-    texts = {target: (HERE.parent / name).read_text() for name, target in ROOT.items()}
+    texts = {target: (TOP / name).read_text(encoding="utf-8") for name, target in ROOT.items()}
     return {
         target: text.replace("](docs/", "](").replace("](README.md", "](index.md") for target, text in texts.items()
     }

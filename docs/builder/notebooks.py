@@ -20,7 +20,7 @@ ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 def pages(path: Path, uri: str) -> dict[str, str | bytes]:
     """The page of a notebook, and the pictures its cells drew, by path."""
     stem = uri.removesuffix(".ipynb")
-    notebook = executed(path.read_text())
+    notebook = executed(path.read_text(encoding="utf-8"))
     made: dict[str, str | bytes] = {}
     parts = []
     for cell in notebook.cells:
@@ -45,7 +45,10 @@ def executed(text: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         kernel = KernelManager(transport="ipc", ip=str(Path(folder, "kernel")))
         Path(folder, "work").mkdir()
-        NotebookClient(notebook, km=kernel, timeout=300, resources={"metadata": {"path": f"{folder}/work"}}).execute()
+        try:
+            NotebookClient(notebook, km=kernel, timeout=300, resources={"metadata": {"path": f"{folder}/work"}}).execute()
+        finally:
+            kernel.shutdown_kernel(now=True)
     return notebook
 
 

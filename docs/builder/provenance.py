@@ -56,7 +56,7 @@ SYSTEMS: Mapping[str, System] = {
 
 def _preset(name: str) -> Preset:
     experiment = fedshift.Experiment.load(name)
-    text = (Path(files.__file__).parent / "presets" / f"{name}.toml").read_text()
+    text = (Path(files.__file__).parent / "presets" / f"{name}.toml").read_text(encoding="utf-8")
     head = " ".join(line.removeprefix("#").strip() for line in text.split("\n")[:3] if line.startswith("#"))
     papers = re.findall("|".join(SYSTEMS), head) if name != "default" else []
     places = PLACE.findall(head)

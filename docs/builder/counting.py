@@ -47,7 +47,7 @@ def trained(name: str, out: Path) -> Path:
 
 def of_method(run: Path) -> dict[str, float]:
     """What does not depend on the clock, of the run's ledger."""
-    found = json.loads((run / "costs.json").read_text())
+    found = json.loads((run / "costs.json").read_text(encoding="utf-8"))
     return {key: round(found[key]) for key in KEPT if found.get(key) is not None}
 
 

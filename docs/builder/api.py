@@ -60,7 +60,7 @@ def _modules(folder: Path) -> Iterator[Path]:
 
 
 def _docstring(path: Path) -> str:
-    return ast.get_docstring(ast.parse(path.read_text())) or ""
+    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
 
 
 def undocumented() -> list[str]:
@@ -70,7 +70,7 @@ def undocumented() -> list[str]:
         if any(part.startswith("_") and part != "__init__.py" for part in path.relative_to(SOURCE).parts):
             continue
         where = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
-        silent += [f"fedshift.{where}.{name}" for name in _silent(ast.parse(path.read_text()))]
+        silent += [f"fedshift.{where}.{name}" for name in _silent(ast.parse(path.read_text(encoding="utf-8")))]
     return silent
 
 
@@ -90,8 +90,10 @@ def _says_something(name: str) -> bool:
     value = getattr(fedshift, name)
     if inspect.isclass(value) or inspect.isroutine(value):
         return bool(inspect.getdoc(value))
-    home = next(path for path in sorted(SOURCE.rglob("*.py")) if f"\n{name}: TypeAlias" in path.read_text())
-    body = ast.parse(home.read_text()).body
+    home = next(
+        path for path in sorted(SOURCE.rglob("*.py")) if f"\n{name}: TypeAlias" in path.read_text(encoding="utf-8")
+    )
+    body = ast.parse(home.read_text(encoding="utf-8")).body
     place = next(
         i for i, node in enumerate(body) if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name
     )
