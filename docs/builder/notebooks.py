@@ -46,7 +46,9 @@ def executed(text: str) -> Any:
         kernel = KernelManager(transport="ipc", ip=str(Path(folder, "kernel")))
         Path(folder, "work").mkdir()
         try:
-            NotebookClient(notebook, km=kernel, timeout=300, resources={"metadata": {"path": f"{folder}/work"}}).execute()
+            NotebookClient(
+                notebook, km=kernel, timeout=300, resources={"metadata": {"path": f"{folder}/work"}}
+            ).execute()
         finally:
             kernel.shutdown_kernel(now=True)
     return notebook
