@@ -102,7 +102,8 @@ def parse_options(cls: Any, what: str, options: Mapping[str, object], fixed: Col
         try:
             if isinstance(value, bool):  # before it is taken for a number
                 option.check(key, value)
-            values[key.replace("-", "_")] = typed = TypeAdapter(option.hint).validate_python(value)
+            listed = tuple(value) if isinstance(value, list) else value
+            values[key.replace("-", "_")] = typed = TypeAdapter(option.hint).validate_python(listed, strict=True)
             option.check(key, typed)
         except ValidationError as error:
             message = error.errors()[0]["msg"]

@@ -85,7 +85,6 @@ def planned(
     experiment: Experiment, out: Path, network: Network | None, data: Pool | Task | None, say: Reporter
 ) -> Iterator[Job]:
     """Everything that will be run, made and checked before anything runs."""
-    name = experiment.name or "experiment"
     told = cache(say.note)  # of several seeds and points only once
     for point, variant in experiment.variants():
         for seed in variant.seeds:
@@ -103,7 +102,7 @@ def planned(
                     )
                 setup.method.prepare_task(task)  # a method refuses a task it cannot work on now, not after hours
                 config = config_of(variant, spec, point, seed, task, setup)
-                folder = RunFolder.of(out, name, spec.title, seed, config)
+                folder = RunFolder.of(out, experiment.name, spec.title, seed, config)
                 yield Job(variant, point, setup, task, seed, folder, config, twin)
 
 
