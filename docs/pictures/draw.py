@@ -108,7 +108,7 @@ PLACES: Mapping[str, Point] = {
     "results": (690, 206), "experiment": (322, 206),
     "runs": (468, 134),
     "inspect": (322, 62), "join": (468, 62), "export": (614, 62), "serve": (176, 62),
-    "deploy": (738, 62),
+    "deploy": (690, 134),
 }  # fmt: skip
 WORDS = {
     "core": "the contract", "measures": "from probabilities",
@@ -147,7 +147,7 @@ def imports() -> Figure:
     for user, used in reduced(MAY):
         (x0, y0), (x1, y1) = PLACES[user], PLACES[used]
         if y0 == y1:
-            side = 57 if x1 > x0 else -57
+            side = 66 if x1 > x0 else -66
             arrow(axes, (x0 + side, y0), (x1 - side, y1))
         else:
             lean = max(-40.0, min(40.0, (x1 - x0) / 6))  # arrows of one box leave side by side
