@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ def check_same(real: Real, method: str) -> None:
         assert gap(tree, found[name]) <= 1e-6
 
 
+@contextmanager
 def running(folder: Path, method: str, **terms: object) -> Iterator[Real]:
     real = Real.of(folder / "federation", method, methods=list(METHODS), **terms)
     try:
@@ -41,7 +43,7 @@ def running(folder: Path, method: str, **terms: object) -> Iterator[Real]:
 @pytest.mark.system
 def test_a_federation_with_tls_and_keys(tmp_path: Path) -> None:
     """FedAvg ends where the sequential engine ends; SCAFFOLD goes on after a node was killed in a round and restarted."""
-    for real in running(tmp_path, "fedavg", least=2):
+    with running(tmp_path, "fedavg", least=2) as real:
         real.run()
         check_same(real, "fedavg")
         for name in PARTIES:
@@ -69,7 +71,7 @@ def test_a_federation_with_tls_and_keys(tmp_path: Path) -> None:
 @pytest.mark.system
 @pytest.mark.grid
 def test_all_of_them_end_where_the_sequential_engine_ends(tmp_path: Path) -> None:
-    for real in running(tmp_path, "fedavg", least=3):
+    with running(tmp_path, "fedavg", least=3) as real:
         for method in METHODS[1:]:
             real.switch(method)
             shutil.rmtree(real.kit.offer, ignore_errors=True)
@@ -81,7 +83,7 @@ def test_all_of_them_end_where_the_sequential_engine_ends(tmp_path: Path) -> Non
 @pytest.mark.system
 @pytest.mark.grid
 def test_a_killed_server_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    for real in running(tmp_path, "scaffold", least=3):
+    with running(tmp_path, "scaffold", least=3) as real:
         real.begin()
         real.until(lambda: "scaffold seed 0: round 1" in real.log(), "run")
         real.kill("server")

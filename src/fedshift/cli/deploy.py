@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from fedshift.cli.app import app
-from fedshift.cli.printing import console, escaped
+from fedshift.cli.printing import console
+from fedshift.results.plain import Screen, Sheet
 
 deploy = typer.Typer(
     name="deploy",
@@ -60,8 +60,8 @@ def init(
     options = {"method": method, "seed": seed, "classes": listed, "insecure": insecure, "demo": demo}
     federation = write(folder, chosen, names, server, **options, **terms)  # type: ignore[arg-type]
     screen = console()
-    screen.print(f"[bold]{escaped(federation.spec.name)}[/]: {len(names)} parties, method {federation.spec.method}")
-    screen.print(f"Read {folder / 'README.md'}: what goes where, and the commands of each party.", highlight=False)
+    screen.print(f"{federation.spec.name}: {len(names)} parties, method {federation.spec.method}", style="bold")
+    screen.print(f"Read {folder / 'README.md'}: what goes where, and the commands of each party.")
 
 
 @deploy.command()
@@ -72,10 +72,10 @@ def check(folder: PartyFolder, data: Data, device: Device = "auto", keep_counts:
 
     kit = PartyKit(folder.resolve())
     screen = console()
-    with Console(stderr=True).status("reading the data"):
+    with Screen(stderr=True).status("reading the data"):
         found = check_tables(kit.party(data.resolve(), device, not keep_counts), kit.federation)
     for part in found:
-        screen.print(part, highlight=False)
+        screen.print(part)
 
 
 @deploy.command()
@@ -128,18 +128,16 @@ def run(
 @deploy.command()
 def status(folder: ServerFolder) -> None:
     """Who is there, and what runs."""
-    from rich.table import Table
-
     from fedshift.deploy.kit import ServerKit
     from fedshift.deploy.processes import status as look
 
     found, screen = look(ServerKit(folder)), console()
-    table = Table("party", "is")
+    table = Sheet("party", "is")
     for name, how in found.parties.items():
-        table.add_row(escaped(name), escaped(how))
+        table.add_row(name, how)
     screen.print(table)
     for one in found.runs:
-        screen.print(f"run {one.get('run-id')}: {one.get('status')}", highlight=False)
+        screen.print(f"run {one.get('run-id')}: {one.get('status')}")
 
 
 @deploy.command()
@@ -149,7 +147,7 @@ def stop(folder: ServerFolder) -> None:
     from fedshift.deploy.processes import stop as end
 
     ended = end(ServerKit(folder))
-    console().print(f"stopped: {', '.join(ended)}" if ended else "nothing was running", highlight=False)
+    console().print(f"stopped: {', '.join(ended)}" if ended else "nothing was running")
 
 
 @deploy.command()
@@ -164,6 +162,6 @@ def join(
     from fedshift.cli.join import print_joined
     from fedshift.join import join as join_run
 
-    with Console(stderr=True).status("joining"):
+    with Screen(stderr=True).status("joining"):
         joined = join_run(offer, data, adapter, out, device=device)
     print_joined(console(), joined)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from fedshift.cli.app import app
-from fedshift.cli.printing import Format, console, escaped, wants_json
+from fedshift.cli.printing import Format, console, wants_json
+from fedshift.results.plain import Screen
 
 if TYPE_CHECKING:
     from fedshift.join import Joined
@@ -38,7 +38,7 @@ def join(
 
     as_json = wants_json(format)
     screen = console()
-    with Console(stderr=True).status("joining"):
+    with Screen(stderr=True).status("joining"):
         joined = join_run(
             path, data, adapter, out, method=method, seed=seed, model=network, device=device, strict=strict
         )
@@ -48,13 +48,13 @@ def join(
     print_joined(screen, joined)
 
 
-def print_joined(screen: Console, joined: Joined) -> None:
+def print_joined(screen: Screen, joined: Joined) -> None:
     """Who joined what, how many images of which class, and how right where labels are known."""
     from fedshift.join.report import classes_table, headline, lines, summary
 
-    screen.print(f"[bold]{escaped(headline(joined))}", highlight=False, soft_wrap=True)
+    screen.print(headline(joined), style="bold", soft_wrap=True)
     screen.print(summary(joined))
     if joined.report is not None:
         screen.print(classes_table(joined.report))
     for line in lines(joined):
-        screen.print(escaped(line), highlight=False, soft_wrap=True)
+        screen.print(line, soft_wrap=True)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from rich.console import RenderableType
-from rich.markup import escape
-from rich.table import Table
 
 from fedshift.core.context import Context
 from fedshift.core.tree import Tree
@@ -19,6 +17,7 @@ from fedshift.deploy.packet import Packet
 from fedshift.deploy.party import Party
 from fedshift.engines.base import Compute, Score
 from fedshift.engines.sequential import Sequential
+from fedshift.results.plain import Sheet
 from fedshift.runs.session import Session
 
 
@@ -89,27 +88,27 @@ def facts(party: Party) -> dict[str, object]:
 def check_tables(party: Party, federation: Federation) -> list[RenderableType]:
     """For a person."""
     task, client = party.task, party.client
-    title = f"{escape(client.name)} in {escape(federation.spec.name)}: its data fit the experiment"
-    data = Table("class", "train", "val", "test", title=title, title_justify="left")
+    title = f"{client.name} in {federation.spec.name}: its data fit the experiment"
+    data = Sheet("class", "train", "val", "test", title=title, title_justify="left")
     labels = {part: task.labels[getattr(client, part)] for part in ("train", "val", "test")}
     for code, name in enumerate(task.classes):
-        data.add_row(escape(name), *(str(int((labels[part] == code).sum())) for part in labels))
+        data.add_row(name, *(str(int((labels[part] == code).sum())) for part in labels))
     data.add_section()
     data.add_row("all", *(str(len(labels[part])) for part in labels))
     out: list[RenderableType] = [data]
     lacking = [name for code, name in enumerate(task.classes) if not bool((labels["train"] == code).any())]
     if lacking:
-        out.append(f"No training image of: {escape(', '.join(lacking))}.")
-    table = Table("when", "tensors", "numbers", "kB", title="What would leave this machine", title_justify="left")
+        out.append(f"No training image of: {', '.join(lacking)}.")
+    table = Sheet("when", "tensors", "numbers", "kB", title="What would leave this machine", title_justify="left")
     for kind in leaving(party, federation):
         slots: dict[str, list[Entry]] = {}
         for entry in kind.tensors.values():
             slots.setdefault(entry.slot, []).append(entry)
         for slot, own in slots.items():
             size, count = sum(entry.bytes for entry in own), sum(_count(entry) for entry in own)
-            table.add_row(kind.when, f"{escape(slot)} ({len(own)})", f"{count:,}", f"{size / 1000:,.1f}")
+            table.add_row(kind.when, f"{slot} ({len(own)})", f"{count:,}", f"{size / 1000:,.1f}")
     out.append(table)
-    out += [f"{key}: {escape(str(value))}" for key, value in facts(party).items()]
+    out += [f"{key}: {value!s}" for key, value in facts(party).items()]
     out.append("Images, their labels and what the method keeps private stay on this machine.")
     return out
 
