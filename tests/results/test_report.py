@@ -26,7 +26,9 @@ from fedshift.results.sections.clients import clients
 from fedshift.results.sections.scores import standings
 from fedshift.results.sections.views import Views
 from fedshift.store.folder import find_runs
-from fedshift.store.rows import ClientScore, Metric, ScoreRow, summarise
+from fedshift.store.metric import Metric
+from fedshift.store.rows import ScoreRow
+from fedshift.store.summary import ClientScore, summarise
 from tests.runs.test_run import command, go, lines, tiny
 
 STREAMS = [{"name": "original", "kind": "original"}, {"name": "bad", "kind": "corrupted", "severity": 3}]

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fedshift.cli.app import app
-from fedshift.cli.printing import console, escaped
+from fedshift.cli.printing import console
 
 
 @app.command()
@@ -31,7 +31,7 @@ def report(
     page = write_report(paths, target, title=title, pictures=pictures)
     screen = console()
     for one in page.left_out:
-        screen.print(f"[yellow]note:[/] {escaped(str(one))}", highlight=False, soft_wrap=True)
-    screen.print(f"Report: {escaped(str(target))}", highlight=False, soft_wrap=True)
+        screen.print(f"note: {one}", style="yellow", soft_wrap=True)
+    screen.print(f"Report: {target}", soft_wrap=True)
     if open_it:
         webbrowser.open(target.resolve().as_uri())

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from fedshift.cli.app import app
-from fedshift.cli.printing import console, escaped, print_advice, print_result
+from fedshift.cli.printing import console, print_advice, print_result
 
 if TYPE_CHECKING:
+    from fedshift.results.plain import Screen
     from fedshift.results.result import Result
 
 
@@ -47,7 +47,7 @@ def run(
     screen = console()
     chosen = Experiment.load(experiment, change or [])
     if chosen.title:
-        screen.print(f"[bold]{escaped(chosen.title)}", highlight=False)
+        screen.print(chosen.title, style="bold")
     reporter = Terminal(screen)
     try:
         planned = plan(chosen, out, reporter=reporter)
@@ -74,18 +74,18 @@ def run(
         map_picture(result, pictures[-1])
     print_result(screen, result, "best-val", rules=chosen.evaluate.oracle)
     if any(row.twins for row in result.rows):
-        screen.print("[bold]What to deploy[/] (fedshift advise has the table):")
+        screen.print("What to deploy (fedshift advise has the table):", style="bold")
         print_advice(screen, result.advice())
-    screen.print(f"Pictures: {', '.join(map(str, pictures))}. Again: fedshift show {folder}", highlight=False)
+    screen.print(f"Pictures: {', '.join(map(str, pictures))}. Again: fedshift show {folder}")
     _report(screen, result, chosen.title or chosen.name, folder / "report.html")
 
 
-def _report(screen: Console, result: Result, title: str, path: Path) -> None:
+def _report(screen: Screen, result: Result, title: str, path: Path) -> None:
     """The page, where plotly is there to draw it; how to get it otherwise."""
     from fedshift.results.pages.report import HOW_TO_GET, report_page
 
     if find_spec("plotly") is None:
-        screen.print(f"No page was written: {HOW_TO_GET}", highlight=False, markup=False)
+        screen.print(f"No page was written: {HOW_TO_GET}", soft_wrap=True)
         return
     report_page(result, title=title).write(path)
-    screen.print(f"Everything on one page: {escaped(str(path))}", highlight=False, soft_wrap=True)
+    screen.print(f"Everything on one page: {path}", soft_wrap=True)

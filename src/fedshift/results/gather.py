@@ -106,7 +106,7 @@ def _readable(fit: Mapping[Path, str]) -> tuple[Result, dict[Path, str]]:
     """The result of those that can be read, each once, and why others cannot; looked at one by one only if all cannot."""
     damaged: dict[Path, str] = {}
     while True:
-        first = {fit[folder]: folder for folder in reversed(fit) if folder not in damaged}
+        first = {fit[folder]: folder for folder in reversed(list(fit)) if folder not in damaged}
         folders = list(first.values())[::-1]
         try:
             return _whole(folders), damaged

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedshift.errors import UserError
-from fedshift.store.rows import mean_and_std
+from fedshift.store.summary import mean_and_std
 
 Numbers: TypeAlias = npt.NDArray[Any]
 Values: TypeAlias = Sequence[Mapping[str, float]]  # for each seed, by client

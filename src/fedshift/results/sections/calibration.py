@@ -14,8 +14,8 @@ from fedshift.measures.predictions import Predictions
 from fedshift.results.collect import names_of
 from fedshift.results.result import Row
 from fedshift.results.sections.views import Views
+from fedshift.store.metric import Metric
 from fedshift.store.predictions import predictions_file, read_predictions
-from fedshift.store.rows import Metric
 
 MOST_BYTES = 300_000_000  # of files that are read: a page should not take minutes
 BEST = "best-val"  # predictions are kept at the round that validation chose

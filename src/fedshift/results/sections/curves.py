@@ -14,7 +14,8 @@ from fedshift.results.tables import capitalised
 from fedshift.store.folder import RunFolder, read_config
 from fedshift.store.folder import title_of as method_of
 from fedshift.store.lines import History
-from fedshift.store.rows import ACCURACY, mean_and_std
+from fedshift.store.metric import ACCURACY
+from fedshift.store.summary import mean_and_std
 
 MOST_POINTS = 150  # of a curve; nobody sees more
 Points = dict[int, float]  # a number by round

@@ -9,7 +9,7 @@ from fedshift.measures.measurement import MEASURES
 from fedshift.results.cost_table import short as short_cost
 from fedshift.results.sections.views import Views, digits_of, short
 from fedshift.results.stats import comparable, paired_differences
-from fedshift.store.rows import Part
+from fedshift.store.metric import Part
 
 BEST, SECOND, TIED = "best", "second", "tied"
 Cell = list[Any]  # value, text, what is wrong with it, how it stands among the others

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from fedshift.results.sections.views import Views
-from fedshift.store.rows import Told, known, mean_and_std
+from fedshift.store.rows import Told
+from fedshift.store.summary import known, mean_and_std
 
 
 def telemetry(views: Views) -> list[dict[str, Any]] | None:

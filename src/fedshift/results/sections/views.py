@@ -10,7 +10,7 @@ from typing import Any
 from fedshift.measures.measurement import MEASURES
 from fedshift.results.result import Result, Row
 from fedshift.results.tables import BROKEN, COLLAPSED, DIGITS, capitalised, short_name
-from fedshift.store.rows import RULES, Metric
+from fedshift.store.metric import RULES, Metric
 
 RULE_NAMES = {"best-val": "best on validation", "last": "last round", "oracle": "best on test (oracle)"}
 
