@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from rich.console import RenderableType
 
 from fedshift.core.context import Context
 from fedshift.core.tree import Tree
@@ -85,7 +84,7 @@ def facts(party: Party) -> dict[str, object]:
     }
 
 
-def check_tables(party: Party, federation: Federation) -> list[RenderableType]:
+def check_tables(party: Party, federation: Federation) -> list[Sheet | str]:
     """For a person."""
     task, client = party.task, party.client
     title = f"{client.name} in {federation.spec.name}: its data fit the experiment"
@@ -95,7 +94,7 @@ def check_tables(party: Party, federation: Federation) -> list[RenderableType]:
         data.add_row(name, *(str(int((labels[part] == code).sum())) for part in labels))
     data.add_section()
     data.add_row("all", *(str(len(labels[part])) for part in labels))
-    out: list[RenderableType] = [data]
+    out: list[Sheet | str] = [data]
     lacking = [name for code, name in enumerate(task.classes) if not bool((labels["train"] == code).any())]
     if lacking:
         out.append(f"No training image of: {', '.join(lacking)}.")
