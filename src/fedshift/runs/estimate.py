@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedshift.core.arch import Arch
@@ -17,7 +16,6 @@ from fedshift.errors import UserError
 from fedshift.runs.plan import Job
 
 LONGEST = 7 * 24 * 3600.0  # seconds of work that nobody is asked about
-MOST_RUNS = 10_000
 _FLOPS = {"cpu": 5e9, "cuda": 2e12}  # a second, of small networks: of one core, of a GPU. The order of size is meant
 _STEP = 2e-4  # seconds that any step takes, however small
 _COPIES = 6  # of a network while one client trains it: it, gradients, momenta, messages
@@ -82,17 +80,3 @@ def _time(seconds: float) -> str:
     """
     days = seconds / 86400
     return f"{days:,.0f} days" if days < 730 else f"{days / 365.25:,.0f} years"
-
-
-def check_network(name: str, network: nn.Module | None) -> None:
-    """Refuse a network that no memory holds; it comes without numbers (``meta``), or as None if not even those fit."""
-    free = free_memory()
-    if network is None:
-        raise UserError(f"network {name!r} is too large for any machine")
-    need = _COPIES * sum(leaf.numel() * leaf.element_size() for leaf in network.state_dict().values())
-    if free is not None and need > free:
-        parameters = sum(leaf.numel() for leaf in network.parameters())
-        raise UserError(
-            f"network {name!r} would have {parameters:,} parameters: training it needs {gibibytes(need)} of memory, and "
-            f"{gibibytes(free)} are free"
-        )
