@@ -8,11 +8,12 @@ from fedshift.cli import show  # isort: skip
 from fedshift.cli import inspect  # isort: skip
 from fedshift.cli import join  # isort: skip
 from fedshift.cli import export  # isort: skip
+from fedshift.cli import serve  # isort: skip
 from fedshift.cli import listing  # isort: skip
 from fedshift.cli.app import app
 from fedshift.cli.guard import guarded
 
-__all__ = ["app", "data", "export", "inspect", "join", "listing", "main", "run", "show"]
+__all__ = ["app", "data", "export", "inspect", "join", "listing", "main", "run", "serve", "show"]
 
 
 def main() -> None:
