@@ -23,7 +23,7 @@ import torch
 
 from fedshift.engines import shipping
 from fedshift.engines.base import Compute
-from fedshift.engines.parallel import usable_cores
+from fedshift.engines.cores import usable_cores
 from fedshift.runs.plan import Job
 
 MOST = 6  # processes; more than that gained nothing on an H200
