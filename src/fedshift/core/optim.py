@@ -45,9 +45,8 @@ class SGD(Checked):
 
     def memory(self, tensors: Tensors) -> Tensors:
         """Zero velocities where there is momentum, nothing otherwise."""
-        if not self.momentum:
-            return {}
-        return {f"velocity/{name}": torch.zeros_like(leaf) for name, leaf in tensors.items()}
+        heavy = tensors if self.momentum else {}
+        return {f"velocity/{name}": torch.zeros_like(leaf) for name, leaf in heavy.items()}
 
     def update(self, tensors: Tensors, grads: Tensors, memory: Tensors, scale: Tensor | float) -> Updated:
         """``v <- momentum v + g + wd w``; ``w <- w - lr v`` (the first velocity is the gradient, as in torch)."""
@@ -62,8 +61,7 @@ def descended(
 ) -> tuple[Tensor, Tensor | None]:
     """``leaf - rate step`` and the next velocity, if there is one: ``step = grad + decay leaf + momentum velocity``."""
     if has_torch_function((leaf, grad)):  # a mode sees it: an engine may do it in one pass
-        given = (leaf, grad, velocity, rate, momentum, decay)
-        return handle_torch_function(descended, (leaf, grad), *given)
+        return handle_torch_function(descended, (leaf, grad), leaf, grad, velocity, rate, momentum, decay)
     step = grad.add(leaf, alpha=decay) if decay else grad
     step = step if velocity is None else step.add(velocity, alpha=momentum)
     return leaf - step * rate, None if velocity is None else step
