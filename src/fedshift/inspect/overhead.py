@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from fedshift.errors import UserError
 from fedshift.results.collect import names_of
 from fedshift.results.cost_table import MIB, short
+from fedshift.results.plain import Sheet
 from fedshift.store.costs import Costs, measured
 from fedshift.store.features import PREFERRED
 from fedshift.store.folder import RunFolder, find_runs
@@ -123,11 +122,11 @@ class Overhead:
             )
         return rows
 
-    def table(self) -> Table:
+    def table(self) -> Sheet:
         """A row for each method, with the definitions beneath."""
         rows = self.rows()
         shown = [key for key in HEADS if key not in WHERE_KNOWN or any(row[key] for row in rows)]
-        table = Table(
+        table = Sheet(
             title=f"What it takes one client to reach {self.target:g} %",
             title_justify="left",
             caption="\n".join(self.definition),

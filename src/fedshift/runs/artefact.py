@@ -251,9 +251,14 @@ def described(
 
 def _settings(spec: AdapterSpec, setup: Setup, method: Method, ctx: Context | None = None) -> dict[str, Any]:
     """An adapter's name and all of its settings, as they are at the round that serves."""
-    made = setup.adapter(spec, method, ctx)
-    options = {key: getattr(made, key.replace("-", "_")) for key in ADAPTERS[spec.name].options}
-    return {"name": spec.name, **{key: value for key, value in options.items() if value is not None}}
+    return settings_of(setup.adapter(spec, method, ctx))
+
+
+def settings_of(adapter: Adapter) -> dict[str, Any]:
+    """A registered adapter's name and all of its settings, from which :class:`AdapterSpec` makes it anew."""
+    name = next(name for name in ADAPTERS if ADAPTERS[name].make is type(adapter))
+    options = {key: getattr(adapter, key.replace("-", "_")) for key in ADAPTERS[name].options}
+    return {"name": name, **{key: value for key, value in options.items() if value is not None}}
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,144 @@
+"""The server's half of a run: the session of every run, whose clients keep their local states to themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedshift.core.adapter import Adapter
+from fedshift.core.context import Context
+from fedshift.core.method import Method
+from fedshift.core.tree import Tree
+from fedshift.data.task import Client, Task
+from fedshift.deploy.engine import Remote
+from fedshift.deploy.packet import Handle
+from fedshift.engines.base import Compute, Engine, Score
+from fedshift.runs.artefact import settings_of
+from fedshift.runs.deployment import Deployment
+from fedshift.runs.plan import Job
+from fedshift.runs.progress import Reporter
+from fedshift.runs.session import Session
+from fedshift.store.metric import VALIDATION
+from fedshift.store.state import State
+from fedshift.store.trees import load
+
+
+class ServerSession(Session):
+    """A session that knows of every client's local state only which round it is of (:class:`Handle`).
+
+    A message takes long: what parties did or told for the models of one round is remembered, and not asked for again.
+    """
+
+    def __init__(self, *arguments: Any, last: int, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._last = last  # after so many rounds its test streams are asked for
+        self._deployments: dict[int, Deployment] = {}
+        self._told: dict[tuple[int, str], tuple[tuple[str, ...], dict[tuple[str, str], Score]]] = {}  # parts, scores
+
+    def size_of(self, client: str) -> int:
+        """How many images a party says it trains on."""
+        return self._remote.exchange.sizes()[client]
+
+    def deploy(self, state: State) -> Deployment:
+        """The models of this state, which are at the parties."""
+        if state.round not in self._deployments:
+            made = super().deploy(state)
+            self._deployments[state.round] = Afar(**{part.name: getattr(made, part.name) for part in fields(made)})
+        return self._deployments[state.round]
+
+    def evaluate(
+        self,
+        adapters: Mapping[str, Adapter],
+        deployed: Mapping[str, Tree],
+        parts: Sequence[str],
+        task: Task | None = None,
+    ) -> dict[tuple[str, str], Score]:
+        """Scores by (client, part), of the parties that answer and agree to tell counts."""
+        number = Handle.of(next(iter(deployed.values()))).models
+        assert number is not None
+        key = number, json.dumps({name: settings_of(own) for name, own in adapters.items()}, default=str)
+        asked, known = self._told.get(key, ((), {}))
+        wanted = (*parts, VALIDATION, *self.task.streams) if number == self._last else parts
+        if missing := [part for part in dict.fromkeys(wanted) if part not in asked]:
+            known = {**known, **super().evaluate(adapters, deployed, missing, task)}
+            self._told[key] = ((*asked, *missing), known)
+        return {(name, part): score for (name, part), score in known.items() if part in parts}
+
+    def after_local(self, state: State) -> dict[str, Tree]:
+        """Parties are not asked to train for a score alone."""
+        return {}
+
+    def prepared(self, adapter: Adapter, tree: Tree, client: Client) -> Tree:
+        """A party does that itself, with its own images."""
+        return tree
+
+    def _local(self, state: State, client: Client, ctx: Context) -> Tree:
+        return state.locals.get(client.name, {})
+
+    def _settled(
+        self, state: State, downs: Mapping[str, Tree], ctx: Context
+    ) -> tuple[Mapping[str, Tree], Mapping[str, Tree]]:
+        clients = self.task.clients
+        own = {client.name: self._local(state, client, ctx) for client in clients}
+        if not any(_settles(method, ctx) for method in self.setup.methods.values()):
+            return {}, own
+        replies = self._train(state, clients, downs, ctx)
+        self._name_failed(replies)
+        return {name: r.up for name, r in replies.items()}, {**own, **{name: r.local for name, r in replies.items()}}
+
+    @property
+    def _remote(self) -> Remote:
+        assert isinstance(self.engine, Remote)
+        return self.engine
+
+
+def _settles(method: Method, ctx: Context) -> bool:
+    """Whether a party has anything to do or to give after the last round."""
+    return bool(method.last_phases(ctx)) or type(method).settle is not Method.settle
+
+
+@dataclass(frozen=True)
+class Afar(Deployment):
+    """A deployment whose models are at the parties."""
+
+    def trained(self) -> dict[str, Tree]:
+        """What a party needs to make its model: what it would receive now, and which local state it is to take."""
+        handles = {name: replace(Handle.of(local), models=self.ctx.round) for name, local in self.locals.items()}
+        broadcast = self.setup.method.broadcast
+        return {name: {**broadcast(self.server, name, self.ctx), **own.slot()} for name, own in handles.items()}
+
+
+@dataclass(frozen=True)
+class ServerJob(Job):
+    """A job whose clients are elsewhere."""
+
+    sessions: dict[int, Session] = field(
+        default_factory=dict, repr=False, compare=False
+    )  # by engine: one for all its work
+
+    def session(self, engine: Engine, compute: Compute, say: Reporter) -> Session:
+        """The session that trains it."""
+        if id(engine) not in self.sessions:
+            shared = (self.setup, self.task, engine, compute, self.seed)
+            variant = self.experiment
+            made = ServerSession(*shared, variant.rounds, variant.participation, say.note, last=self.rounds)
+            self.sessions[id(engine)] = made
+        return self.sessions[id(engine)]
+
+
+def pinned(folder: Path) -> dict[str, list[int]]:
+    """The local states that parties must not forget: those of the states that are best on validation so far."""
+    found: dict[str, set[int]] = {}
+    for path in (folder / "best.safetensors", *folder.glob("best/*.safetensors")):
+        if path.is_file():
+            trees, facts = load(path)
+            state = State.of(trees, int(str(facts["round"])), torch.device("cpu"))
+            for name, local in state.locals.items():
+                base = Handle.of(local).base
+                found.setdefault(name, set()).update([] if base is None else [base])
+    return {name: sorted(rounds) for name, rounds in found.items()}
