@@ -36,6 +36,8 @@ class Adapter(Checked):
     requires_arch: ClassVar[frozenset[str]] = frozenset()
     reasons: ClassVar[Mapping[str, str]] = {}  # what a required capability is, in words for who does not have it
     stackable: ClassVar[bool] = True  # many streams' predictions can run under one vmap
+    calibrated: ClassVar[bool] = False  # wants what clients measured on validation images: slot ``calibration``
+    looks = ""  # what it looks at beside an image itself, in words: nothing, or views of it
     sequential: ClassVar[bool] = False  # samples are worked through one by one: engines run many streams side by side
     telemetry: ClassVar[tuple[str, ...]] = ()  # entries of its outputs' ``aux``: one number in [0, 1] for each sample
 
@@ -63,6 +65,10 @@ class Adapter(Checked):
 
     def at(self, lr: float) -> Adapter:
         """The adapter for models whose method would train at this rate now; most have a rate of their own."""
+        return self
+
+    def looking_at(self, x: Tensor, draws: Mapping[str, Tensor]) -> Adapter:
+        """The adapter when it predicts these images: itself, unless it looks at views of them too."""
         return self
 
     def prepare(self, deployed: Tree, batches: Iterable[Mapping[str, Tensor]]) -> Tree:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +242,8 @@ def described(
 def _settings(spec: AdapterSpec, setup: Setup, method: Method, ctx: Context | None = None) -> dict[str, Any]:
     """An adapter's name and all of its settings, as they are at the round that serves."""
     made = setup.adapter(spec, method, ctx)
-    options = {key: getattr(made, key.replace("-", "_")) for key in ADAPTERS[spec.name].options}
+    own = [option.name for option in fields(made) if option.name not in ("arch", "predict_with")]
+    options = {name.replace("_", "-"): getattr(made, name) for name in own}
     return {"name": spec.name, **{key: value for key, value in options.items() if value is not None}}
 
 
