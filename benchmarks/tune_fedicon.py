@@ -22,8 +22,8 @@ from fedshift.engines.torch_flags import steady
 from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec
 from fedshift.runs.session import Session
 from fedshift.runs.setup import Setup, make_setup, make_task
-from fedshift.store.rows import summarise
 from fedshift.store.state import State
+from fedshift.store.summary import summarise
 
 
 def numbers(text: str) -> list[float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +29,9 @@ MAY = {
     "runs": {"core", "blocks", "data", "measures", "store", "engines", "experiment", "results"},
     "join": {"core", "data", "measures", "store", "engines", "experiment", "results", "runs"},
     "inspect": {"core", "data", "measures", "store", "engines", "experiment", "results", "runs", "systems"},
+    "deploy": {"core", "data", "measures", "store", "engines", "experiment", "runs"},
     "export": {"core", "data", "measures", "store", "engines", "experiment", "runs"},
+    "serve": {"core", "data", "measures", "store", "engines", "experiment", "runs"},
 }
 ALONE = {"catalogue.py", "doctor.py", "__init__.py", "errors.py"}
 TOP = {"cli"}  # may import everybody, and nobody imports it
@@ -92,3 +96,60 @@ def test_systems_do_not_know_each_other() -> None:
 def test_the_contract_can_be_read_in_one_sitting() -> None:
     lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "core").glob("*.py"))
     assert lines <= 1500
+
+
+def at_start(path: Path) -> Iterator[str]:
+    """Modules that a file imports as soon as it is imported itself, and not first inside a function."""
+
+    def walk(body: list[ast.stmt]) -> Iterator[str]:
+        for node in body:
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                yield node.module
+                yield from (f"{node.module}.{alias.name}" for alias in node.names if node.module.startswith("fedshift"))
+            elif isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and "TYPE_CHECKING" not in (
+                ast.dump(node.test) if isinstance(node, ast.If) else ""
+            ):
+                for field in ("body", "orelse", "handlers", "finalbody"):
+                    yield from walk(getattr(node, field, []))
+
+    yield from walk(ast.parse(path.read_text()).body)
+
+
+def file_of(module: str) -> Path | None:
+    path = ROOT.parent / Path(*module.split("."))
+    return next((p for p in (path / "__init__.py", path.with_suffix(".py")) if p.is_file()), None)
+
+
+LIGHT = {"typer", "rich"}  # what help, lists and doctor may load beside Python's own
+
+
+@pytest.mark.parametrize("start", ["fedshift.cli", "fedshift.catalogue", "fedshift.doctor"])
+def test_starting_loads_nothing_heavy(start: str) -> None:
+    """``fedshift --help`` must not wait for torch: commands import what they need when they are called."""
+    todo, via = [start], {start: start}
+    while todo:
+        module = todo.pop()
+        parents = module.split(".")
+        for name in (".".join(parents[:end]) for end in range(1, len(parents) + 1)):
+            path = file_of(name)
+            for other in at_start(path) if path is not None else ():
+                if other not in via:
+                    via[other] = f"{via[module]} -> {other}"
+                    todo += [other] if other.startswith("fedshift") else []
+    ours = {*sys.stdlib_module_names, *LIGHT, "fedshift"}
+    assert not [way for module, way in via.items() if module.split(".")[0] not in ours]
+
+
+def test_text_reaches_the_screen_at_one_place() -> None:
+    """Consoles and tables of rich read brackets in names as markup; those of ``results/plain.py`` show them."""
+    markup = re.compile(r"\[(/|bold|red|green|yellow)[a-z ]*\]")
+    wrong = [
+        f"{path.relative_to(ROOT)}: {found.group()}"
+        for path in FILES
+        if path.relative_to(ROOT).as_posix() != "results/plain.py"
+        for pattern in (re.compile(r"rich\.(markup|table|console) import"), markup)
+        if (found := pattern.search(path.read_text()))
+    ]
+    assert wrong == ["results/result.py: rich.table import"]  # for the types it returns

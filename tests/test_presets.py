@@ -23,7 +23,8 @@ from fedshift.experiment.files import PRESETS, presets
 from fedshift.experiment.schema import Experiment
 from fedshift.models.resnet import ResNet18
 from fedshift.runs.run import run
-from fedshift.runs.setup import cache_folder, make_setup, make_task, with_baselines
+from fedshift.runs.setup import make_setup, make_task, with_baselines
+from fedshift.store.cache import cache_folder
 from tests.presets_data import write_all
 
 PROTOCOLS = {"B1", "B2", "B3", "I1", "I2", "I3", "I4", "I5", "C1", "C2"}

@@ -1,17 +1,46 @@
-"""Everything there is to choose from, as plain rows."""
+"""Everything there is to choose from, as plain rows.
+
+Making the rows imports torch and every plug-in. So they are also kept in a file of the package, which ``fedshift list``
+reads; ``python docs/generate.py --text`` writes it anew, and a test compares.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
+from importlib import resources
 from typing import TYPE_CHECKING, Any
-
-from fedshift.core.registry import ADAPTERS, METHODS, MODELS, Registry
 
 if TYPE_CHECKING:
     from fedshift.core.arch import Arch
+    from fedshift.core.registry import Registry
 
 Rows = list[dict[str, Any]]
+
+
+def listed() -> dict[str, Rows]:
+    """All rows by the name of their list, as they were when the package was made.
+
+    >>> [row["venue"] for row in listed()["methods"] if row["name"] == "fedprox"]
+    ['MLSys 2020']
+    """
+    found: dict[str, Rows] = json.loads((resources.files("fedshift") / "catalogue.json").read_text(encoding="utf-8"))
+    return found
+
+
+def made() -> dict[str, Rows]:
+    """All rows by the name of their list, from the registries as they are now."""
+    return {name: rows() for name, rows in CATALOGUE.items()}
+
+
+def as_text(lists: Mapping[str, Rows]) -> str:
+    """The file's text: a line for each row, so that two changes of it seldom meet."""
+    parts = [
+        f"{json.dumps(name)}: [\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]"
+        for name, rows in lists.items()
+    ]
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def _registered(registry: Registry[Any]) -> Rows:
@@ -33,6 +62,7 @@ def _shown(value: object) -> object:
 
 def methods() -> Rows:
     """Training methods, with what they deploy and need, and the phases that ``[train] balance`` does not reach."""
+    from fedshift.core.registry import METHODS
     from fedshift.engines.balance import own_ways
 
     rows, arch = _registered(METHODS), _network()
@@ -45,6 +75,8 @@ def methods() -> Rows:
 
 def adapters() -> Rows:
     """Test-time adapters, with what they need."""
+    from fedshift.core.registry import ADAPTERS
+
     rows = _registered(ADAPTERS)
     for row in rows:
         cls = ADAPTERS[row["name"]].make
@@ -54,6 +86,8 @@ def adapters() -> Rows:
 
 def models() -> Rows:
     """Networks."""
+    from fedshift.core.registry import MODELS
+
     return _registered(MODELS)
 
 
@@ -93,6 +127,7 @@ def presets() -> Rows:
 def pairs() -> Rows:
     """Which adapter can follow which method, on a network with BatchNorm; 'yes' or '-'."""
     from fedshift.core.compatibility import missing_for_pair
+    from fedshift.core.registry import ADAPTERS, METHODS
 
     arch = _network()
     rows: Rows = []

@@ -1,18 +1,19 @@
-"""What this machine has, and what to do about what it lacks."""
+"""What this machine has, and what to do about what it lacks. Torch is not imported for it: that would take longest."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import platform
+import runpy
 import shutil
 from importlib.metadata import PackageNotFoundError, version
-
-import torch
+from pathlib import Path
 
 import fedshift
-from fedshift.engines.parallel import usable_cores
-from fedshift.runs.setup import cache_folder
+from fedshift.engines.cores import usable_cores
+from fedshift.store.cache import cache_folder
 
 CORE = (
     "torch",
@@ -50,9 +51,9 @@ def report() -> list[str]:
     ]
     for extra, (module, purpose) in EXTRAS.items():
         if importlib.util.find_spec(module):
-            lines.append(f"  [green]yes[/] {extra}: {purpose} ({module} {_version(module)})")
+            lines.append(f"  yes {extra}: {purpose} ({module} {_version(module)})")
         else:
-            lines.append(rf'  [yellow]no [/] {extra}: {purpose}; install with: pip install "fedshift\[{extra}]"')
+            lines.append(f'  no  {extra}: {purpose}; install with: pip install "fedshift[{extra}]"')
     return lines
 
 
@@ -64,11 +65,32 @@ def _version(package: str) -> str:
 
 
 def _device() -> str:
-    if torch.cuda.is_available():
-        return f"device: cuda ({torch.cuda.get_device_name()}); auto picks engine vmapped"
+    """What ``auto`` will find: a torch that was built for GPUs, and a driver that has one."""
+    gpu = _gpu() if _built_for_gpus() else None
+    if gpu is not None:
+        return f"device: cuda ({gpu}); auto picks engine vmapped"
     return (
         "device: cpu (this torch sees no GPU); auto picks engine parallel, or vmapped for networks without convolutions"
     )
+
+
+def _built_for_gpus() -> bool:
+    """Whether torch is, as a small file of its own says."""
+    found = importlib.util.find_spec("torch")
+    folders = found.submodule_search_locations if found is not None else None
+    written = Path(folders[0]) / "version.py" if folders else None
+    return written is not None and written.is_file() and bool(runpy.run_path(str(written)).get("cuda"))
+
+
+def _gpu() -> str | None:
+    """The name of the first GPU that the driver shows to programs, or None."""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+        device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+        asked = (driver.cuInit(0), driver.cuDeviceGet(ctypes.byref(device), 0))
+        return None if any(asked) or driver.cuDeviceGetName(name, len(name), device) else name.value.decode()
+    except (OSError, AttributeError):
+        return None
 
 
 def _shared_memory() -> str:

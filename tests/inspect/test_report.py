@@ -23,7 +23,7 @@ from fedshift.inspect.report import SECTIONS as EVERY
 from fedshift.results.plots import clouds
 from fedshift.results.plots.clouds import few
 from fedshift.store.folder import RunFolder
-from fedshift.store.rows import Metric
+from fedshift.store.metric import Metric
 from fedshift.store.trees import load, save
 from tests.experiment.test_bad_input import parquet
 from tests.inspect.conftest import digits

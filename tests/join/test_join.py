@@ -43,7 +43,7 @@ from fedshift.runs.open import choose_adapter
 from fedshift.runs.session import Session
 from fedshift.runs.setup import make_setup, make_task
 from fedshift.store.folder import RunFolder
-from fedshift.store.rows import Metric
+from fedshift.store.metric import Metric
 from tests.conftest import some_of
 
 UNSEEN = "font"

@@ -18,7 +18,9 @@ from fedshift.results.result import Result, Row
 from fedshift.runs.evaluate import Served, _row, _telemetry
 from fedshift.runs.setup import make_task
 from fedshift.store.folder import find_runs
-from fedshift.store.rows import Metric, ScoreRow, Summary, Told, mean_over, summarise
+from fedshift.store.metric import Metric
+from fedshift.store.rows import ScoreRow, Told
+from fedshift.store.summary import Summary, mean_over, summarise
 from tests.runs.test_run import POOL, command, go, lines, refuse, tiny
 
 THREE = [

@@ -17,7 +17,9 @@ from fedshift.results.result import Result, Row
 from fedshift.results.stats import paired_difference, standard_error
 from fedshift.store.folder import RunFolder
 from fedshift.store.lines import History
-from fedshift.store.rows import ClientScore, Metric, ScoreRow, Summary, Told
+from fedshift.store.metric import Metric
+from fedshift.store.rows import ScoreRow, Told
+from fedshift.store.summary import ClientScore, Summary
 from tests.results.test_reports import MEAN, THREE, tented
 from tests.runs.test_run import command, go, lines, refuse, tiny
 

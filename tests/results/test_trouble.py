@@ -21,7 +21,9 @@ from fedshift.results.result import Result, Row
 from fedshift.results.trouble import broken_predictions, diverged_training
 from fedshift.store.folder import RunFolder, find_runs
 from fedshift.store.lines import RoundLine
-from fedshift.store.rows import ClientScore, Metric, ScoreRow, Summary, mean_over, summarise
+from fedshift.store.metric import Metric
+from fedshift.store.rows import ScoreRow
+from fedshift.store.summary import ClientScore, Summary, mean_over, summarise
 from tests.results.test_reports import cells, tented
 from tests.runs.test_run import BOTH, SIZES, command, go, lines, tiny
 

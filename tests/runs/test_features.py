@@ -28,7 +28,9 @@ from fedshift.runs.progress import Silent
 from fedshift.runs.setup import make_setup, make_task
 from fedshift.store.features import Features, positions_of
 from fedshift.store.folder import FEATURES
-from fedshift.store.rows import ClientScore, Metric, ScoreRow, Summary
+from fedshift.store.metric import Metric
+from fedshift.store.rows import ScoreRow
+from fedshift.store.summary import ClientScore, Summary
 from fedshift.store.trees import load
 from tests.conftest import ragged_task
 from tests.runs.test_run import POOL, SIZES, command, go, tiny

@@ -32,7 +32,7 @@ from fedshift.experiment.schema import MethodSpec
 from fedshift.models.mlp import MLP
 from fedshift.runs.session import Session
 from fedshift.runs.setup import make_setup, make_task, split_as_own
-from fedshift.store.rows import mean_and_std, summarise
+from fedshift.store.summary import mean_and_std, summarise
 from fedshift.store.toml import toml_text
 from fedshift.store.trees import load
 from tests.conftest import ragged_task, some_of

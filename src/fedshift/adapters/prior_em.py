@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedshift.blocks.calibration import Calibration, calibration_of
 from fedshift.blocks.class_prior import Estimate, Shift, estimated_shift
+from fedshift.blocks.mean_views import looking_at
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
 from fedshift.core.options import Count
@@ -80,7 +81,7 @@ class PriorEM(Adapter):
         for start in range(0, len(x), CHUNK):
             images = x[start : start + CHUNK]
             own = {name: leaf[start : start + CHUNK] for name, leaf in draws.items()}
-            parts.append(self.looking_at(images, own).predict_with(state, images).logits)
+            parts.append(looking_at(self, images, own).predict_with(state, images).logits)
         if not parts:
             return state
         return {**state, "classes": self._shift(torch.cat(parts), calibration)._asdict()}

@@ -81,6 +81,11 @@ class _WithViews(Adapter):
         return super(_WithViews, self.looking_at(x, draws)).predict(state, x, draws)
 
 
+def looking_at(adapter: Adapter, x: Tensor, draws: Mapping[str, Tensor]) -> Adapter:
+    """An adapter when it predicts these images: itself, unless it looks at views of them too."""
+    return adapter.looking_at(x, draws) if isinstance(adapter, _WithViews) else adapter
+
+
 def with_views(cls: type[Adapter]) -> type[Adapter]:
     """An adapter's class with two more options: how many ``views``, and whether they may be mirrored (``flip``).
 

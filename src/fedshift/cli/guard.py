@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from rich.console import Console
+from rich.text import Text
 
-from fedshift.cli.printing import escaped
 from fedshift.errors import UserError
+from fedshift.results.plain import Screen, plain
 
 
 class _Stopped(BaseException):
@@ -49,9 +49,10 @@ def guarded(command: Callable[[], Any]) -> NoReturn:
         with _stoppable():
             command()
     except UserError as error:
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escaped(str(error))}", highlight=False)
+        said = plain(str(error), lines=False)
+        Screen(stderr=True, soft_wrap=True).print(Text.assemble(("error:", "bold red"), f" {said}"))
         sys.exit(2)
     except _Stopped as stopped:
-        Console(stderr=True).print("stopped; add --resume to go on from the last checkpoint", highlight=False)
+        Screen(stderr=True).print("stopped; add --resume to go on from the last checkpoint")
         sys.exit(stopped.code)
     sys.exit(0)

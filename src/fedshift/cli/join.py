@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from fedshift.cli.app import app
-from fedshift.cli.printing import Format, console, escaped, wants_json
+from fedshift.cli.printing import Format, console, wants_json
+from fedshift.results.plain import Screen
 
 
 @app.command()
@@ -36,16 +36,16 @@ def join(
 
     as_json = wants_json(format)
     screen = console()
-    with Console(stderr=True).status("joining"):
+    with Screen(stderr=True).status("joining"):
         joined = join_run(
             path, data, adapter, out, method=method, seed=seed, model=network, device=device, strict=strict
         )
     if as_json:
         print(json.dumps({**joined.as_dict(), "files": [str(file) for file in joined.files]}, indent=1))
         return
-    screen.print(f"[bold]{escaped(headline(joined))}", highlight=False, soft_wrap=True)
+    screen.print(headline(joined), style="bold", soft_wrap=True)
     screen.print(summary(joined))
     if joined.report is not None:
         screen.print(classes_table(joined.report))
     for line in lines(joined):
-        screen.print(escaped(line), highlight=False, soft_wrap=True)
+        screen.print(line, soft_wrap=True)

@@ -6,11 +6,11 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from fedshift.cli.app import app
 from fedshift.cli.printing import Format, console, wants_json
 from fedshift.errors import UserError
+from fedshift.results.plain import Sheet
 
 
 @app.command(name="list")
@@ -19,15 +19,16 @@ def list_(
     format: Format = "table",
 ) -> None:
     """What there is to choose from."""
-    from fedshift.catalogue import CATALOGUE
+    from fedshift.catalogue import listed
 
-    if what not in CATALOGUE:
-        raise UserError(f"there is no list of {what!r}; there are: {', '.join(CATALOGUE)}")
-    rows = CATALOGUE[what]()
-    if wants_json(format):
+    as_json, lists = wants_json(format), listed()
+    if what not in lists:
+        raise UserError(f"there is no list of {what!r}; there are: {', '.join(lists)}")
+    rows = lists[what]
+    if as_json:
         print(json.dumps(rows, indent=1))
         return
-    table = Table()
+    table = Sheet()
     for column in rows[0]:
         table.add_column(column, no_wrap=column == "name", overflow="fold")
     for row in rows:
@@ -42,7 +43,7 @@ def doctor() -> None:
 
     screen = console()
     for line in report():
-        screen.print(line, highlight=False)
+        screen.print(line)
 
 
 def _plain(value: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedshift.cli.app import app
-from fedshift.cli.printing import console, escaped, print_advice, print_result
+from fedshift.cli.printing import console, print_advice, print_result
 
 
 @app.command()
@@ -42,7 +42,7 @@ def run(
     screen = console()
     chosen = Experiment.load(experiment, change or [])
     if chosen.title:
-        screen.print(f"[bold]{escaped(chosen.title)}", highlight=False)
+        screen.print(chosen.title, style="bold")
     reporter = Terminal(screen)
     try:
         planned = plan(chosen, out, reporter=reporter)
@@ -69,6 +69,6 @@ def run(
         map_picture(result, pictures[-1])
     print_result(screen, result, "best-val", rules=chosen.evaluate.oracle)
     if any(row.twins for row in result.rows):
-        screen.print("[bold]What to deploy[/] (fedshift advise has the table):")
+        screen.print("What to deploy (fedshift advise has the table):", style="bold")
         print_advice(screen, result.advice())
-    screen.print(f"Pictures: {', '.join(map(str, pictures))}. Again: fedshift show {folder}", highlight=False)
+    screen.print(f"Pictures: {', '.join(map(str, pictures))}. Again: fedshift show {folder}")

@@ -67,10 +67,6 @@ class Adapter(Checked):
         """The adapter for models whose method would train at this rate now; most have a rate of their own."""
         return self
 
-    def looking_at(self, x: Tensor, draws: Mapping[str, Tensor]) -> Adapter:
-        """The adapter when it predicts these images: itself, unless it looks at views of them too."""
-        return self
-
     def prepare(self, deployed: Tree, batches: Iterable[Mapping[str, Tensor]]) -> Tree:
         """Before deployment, at the client, with its training data (``x``, ``y``); the result joins ``deployed``."""
         return {}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from fedshift.engines.base import Compute, Engine
-from fedshift.engines.parallel import Parallel, usable_cores
+from fedshift.engines.cores import usable_cores
+from fedshift.engines.parallel import Parallel
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
 from fedshift.errors import UserError

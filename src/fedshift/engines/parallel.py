@@ -36,6 +36,7 @@ from fedshift.core.tree import Tree
 from fedshift.data.task import Task
 from fedshift.engines import shipping
 from fedshift.engines.base import Compute, Reply, Score
+from fedshift.engines.cores import usable_cores
 from fedshift.engines.schedule import Plan
 from fedshift.engines.scratch import MEMORY, Scratch
 from fedshift.engines.sequential import Sequential
@@ -185,11 +186,6 @@ class Parallel:
             (folder / "rest").write_bytes(shipping.dumps((rest, list(shifted))))
             self._shipped[id(task)] = (task, str(folder))
         return cast(str, self._shipped[id(task)][1])
-
-
-def usable_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _shared_memory() -> str | None:

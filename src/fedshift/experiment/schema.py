@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fedshift.errors import UserError
-from fedshift.experiment.files import assignment, copied, extended, override, presets, setting
+from fedshift.experiment.files import assignment, copied, extended, override, presets, setting, source_of
 
 DEFAULT = "default"
 
@@ -38,10 +38,20 @@ class Named(BaseModel):
         return {_kebab(key): value for key, value in (self.model_extra or {}).items()}
 
 
+# what lies beside the folders that labels name, and what marks a run folder
+_TAKEN = frozenset({"artefacts", "adapters", "done", "exported", "inspect", "joined", "snapshots"})
+_FILES = (".csv", ".html", ".json", ".jsonl", ".png", ".safetensors", ".toml")
+_LONGEST = 100  # characters of four bytes, with an ending, are more than some disks take; nobody reads more either
+
+
 def _folder_name(value: str) -> str:
     """Labels and names are also names of folders and files."""
     if "/" in value or "\\" in value or value.startswith(".") or value != value.strip() or not value.isprintable():
         raise ValueError(f"{value!r} cannot name a folder: no slashes, no leading dot, no space around it")
+    if value.lower() in _TAKEN or value.lower().endswith(_FILES):
+        raise ValueError(f"{value!r} cannot name a folder: files of fedshift are called so")
+    if len(value) > _LONGEST:
+        raise ValueError(f"{value[:20] + '...'!r} cannot name a folder: it has more than {_LONGEST} characters")
     return value
 
 
@@ -287,6 +297,9 @@ class Experiment(Table):
     @classmethod
     def load(cls, source: str | Path | None = None, overrides: Sequence[str] = ()) -> Experiment:
         """A TOML file, a preset's name, or nothing for the embedded default; with ``key=value`` overrides."""
+        for text in (str(source or ""), *overrides):
+            if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+                raise UserError(f"{text!r} is not UTF-8")
         table = extended(str(source) if source is not None else DEFAULT)
         changes = [assignment(item) for item in overrides]
         scale = next((value for key, value in reversed(changes) if key == ["scale"]), table.get("scale", "full"))
@@ -310,10 +323,7 @@ class Experiment(Table):
         path = Path(what)
         if what in presets() or path.suffix == ".toml" or not path.exists():
             return cls.load(what, overrides)
-        scheme = (
-            "parquet" if path.suffix == ".parquet" or (path.is_dir() and any(path.rglob("*.parquet"))) else "folder"
-        )
-        source = [f"data.source={scheme}:{what}", f"name={path.stem}", f"title={what}", "data.needs="]
+        source = [f"data.source={source_of(path)}", f"name={path.stem}", f"title={what}", "data.needs="]
         # the default's unseen domain is its own; the split is as a file of the user's own has it
         plain = ["split.unseen=0.0", "split.train-limit=0", "split.stratify=true"]
         return cls.load(None, [*source, *plain, *overrides])

@@ -41,7 +41,8 @@ class Curve:
 def learned(scores: Mapping[str, Sequence[ScoreRow]]) -> AdapterSpec | None:
     """The run's plainest adapter that steps on a learnt loss, or None.
 
-    >>> from fedshift.store.rows import Metric, Summary
+    >>> from fedshift.store.metric import Metric
+    >>> from fedshift.store.summary import Summary
     >>> row = ScoreRow(Metric("global", "original"), Summary(), adapter="fedtta")
     >>> learned({"one": [row], "none": [replace(row, adapter="none")]}).title
     'one'

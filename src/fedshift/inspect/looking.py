@@ -25,7 +25,8 @@ from fedshift.runs.plan import Job
 from fedshift.runs.progress import Silent
 from fedshift.runs.session import Session
 from fedshift.store.features import Features, Wanted, positions_of
-from fedshift.store.rows import Metric, ScoreRow, Told
+from fedshift.store.metric import Metric
+from fedshift.store.rows import ScoreRow, Told
 from fedshift.store.state import State
 
 T = TypeVar("T")
@@ -250,7 +251,7 @@ def incomparable(parts: Sequence[Part]) -> str:
 def told(scores: Mapping[str, Sequence[ScoreRow]], select: str) -> dict[str, dict[Metric, Mapping[str, Told]]]:
     """What adapters told about themselves (FedTHE's ``e``), by adapter and metric, under one selection rule.
 
-    >>> from fedshift.store.rows import Summary
+    >>> from fedshift.store.summary import Summary
     >>> row = ScoreRow(Metric("personal", "original"), Summary(), "last", telemetry={"e": Told(0.5, (1, 1))})
     >>> told({"the": [row]}, "last")["the"][row.metric]["e"].mean
     0.5

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from fedshift.errors import UserError
 from fedshift.results.collect import names_of
 from fedshift.results.cost_table import MIB, short
+from fedshift.results.plain import Sheet
 from fedshift.store.costs import Costs, measured
 from fedshift.store.features import PREFERRED
 from fedshift.store.folder import RunFolder, find_runs
 from fedshift.store.lines import History
-from fedshift.store.rows import Metric, Summary, mean_and_std
+from fedshift.store.metric import Metric
+from fedshift.store.summary import Summary, mean_and_std
 
 WINDOW = 3  # evaluations in a moving average
 HEADS = {
@@ -122,11 +122,11 @@ class Overhead:
             )
         return rows
 
-    def table(self) -> Table:
+    def table(self) -> Sheet:
         """A row for each method, with the definitions beneath."""
         rows = self.rows()
         shown = [key for key in HEADS if key not in WHERE_KNOWN or any(row[key] for row in rows)]
-        table = Table(
+        table = Sheet(
             title=f"What it takes one client to reach {self.target:g} %",
             title_justify="left",
             caption="\n".join(self.definition),
@@ -181,7 +181,7 @@ def spent(history: History, costs: Costs, target: float, stream: str = "val") ->
     """What one run took, from its lines of metrics and its cost ledger.
 
     >>> from fedshift.store.lines import Evaluation, RoundLine
-    >>> from fedshift.store.rows import Summary
+    >>> from fedshift.store.summary import Summary
     >>> rounds = tuple(RoundLine(r, participants=2, bytes_up=8, bytes_down=16) for r in (1, 2))
     >>> scores = tuple(Evaluation(r, {Metric("global", "val"): Summary(a)}) for r, a in ((1, 50.0), (2, 80.0)))
     >>> took = spent(History(rounds, scores), Costs(flops_round=100.0), target=60)

@@ -14,18 +14,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rich.markup import escape
-from rich.table import Table
-
 from fedshift.errors import UserError
 from fedshift.measures.measurement import MEASURES
+from fedshift.results.plain import Sheet
 from fedshift.results.stats import Difference, paired_difference
 from fedshift.results.tables import capitalised, short_name
 from fedshift.results.trouble import BALANCED, FLOOR
 
 if TYPE_CHECKING:
     from fedshift.results.result import Result, Row
-    from fedshift.store.rows import Metric
+    from fedshift.store.metric import Metric
 
 Values: TypeAlias = Sequence[Mapping[str, float]]  # for each seed, by client
 
@@ -81,25 +79,24 @@ class Advice:
         head = "Nothing here can be recommended." if self.chosen is None else f"Deploy {self.chosen.title}."
         return [head, *self.reasons]
 
-    def table(self) -> Table:
+    def table(self) -> Sheet:
         """All that was compared, the best first."""
         title = f"{capitalised(MEASURES[self.measure].title)} on validation images under the streams' shifts"
-        table = Table(title=title, title_justify="left")
+        table = Sheet(title=title, title_justify="left")
         for column in ("method", "adapter", "level", "adapter gains", "behind", "worst client", "against it"):
             table.add_column(column, justify="left" if column in ("method", "adapter", "against it") else "right")
         for candidate in self.candidates:
             point = "".join(f", {key} = {value}" for key, value in candidate.point)
-            bold = candidate is self.chosen
             cells = [
-                escape(candidate.method + point),
-                escape(candidate.adapter),
+                candidate.method + point,
+                candidate.adapter,
                 f"{candidate.level:.2f}",
                 _difference(candidate.gain),
                 _difference(candidate.behind),
-                f"{escape(candidate.worst[0])} {candidate.worst[1]:.1f}",
-                escape("; ".join(candidate.against)),
+                f"{candidate.worst[0]} {candidate.worst[1]:.1f}",
+                "; ".join(candidate.against),
             ]
-            table.add_row(*(f"[bold]{cell}[/]" if bold and cell else cell for cell in cells))
+            table.add_row(*cells, style="bold" if candidate is self.chosen else None)
         return table
 
 

@@ -15,7 +15,9 @@ from fedshift.results.trouble import alarms, broken_predictions, diverged_traini
 from fedshift.store.costs import Costs, mean_costs, measured, published_by
 from fedshift.store.folder import NOTES, RunFolder, read_config, title_of
 from fedshift.store.lines import History
-from fedshift.store.rows import ACCURACY, ClientScore, Metric, ScoreRow, Summary, mean_over, summarise
+from fedshift.store.metric import ACCURACY, Metric
+from fedshift.store.rows import ScoreRow
+from fedshift.store.summary import ClientScore, Summary, mean_over, summarise
 
 Run: TypeAlias = tuple[int, list[ScoreRow], dict[str, float], list[ScoreRow]]  # seed, scores, cost, twins
 Key: TypeAlias = tuple[str, Metric]  # a selection rule and what was measured

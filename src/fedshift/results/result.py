@@ -13,7 +13,9 @@ from rich.table import Table
 from fedshift.errors import UserError
 from fedshift.measures.measurement import MEASURES
 from fedshift.results import tables
-from fedshift.store.rows import ACCURACY, Metric, Part, ScoreRow, Told, known, mean_and_std
+from fedshift.store.metric import ACCURACY, Metric, Part
+from fedshift.store.rows import ScoreRow, Told
+from fedshift.store.summary import known, mean_and_std
 
 if TYPE_CHECKING:
     from fedshift.results.advice import Advice

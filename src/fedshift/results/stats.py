@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedshift.errors import UserError
-from fedshift.store.rows import mean_and_std
+from fedshift.store.summary import mean_and_std
 
 Numbers: TypeAlias = npt.NDArray[Any]
 LEVEL = 95  # percent of resampled differences that the interval holds

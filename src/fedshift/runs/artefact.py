@@ -26,7 +26,8 @@ from fedshift.engines.reference import EVALUATION_CHUNK, as_floats, predictions
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec
 from fedshift.runs.answers import Answers
-from fedshift.runs.artefact_files import CONFIG, MODEL, STATE, load_model, part_file, write
+from fedshift.runs.artefact_files import CONFIG, KNOWN, MODEL, STATE, load_model, part_file, write
+from fedshift.runs.known import Known
 from fedshift.runs.new_folder import digest_of
 from fedshift.runs.pixel_network import PixelNetwork
 from fedshift.runs.raw_images import RawImages, as_bytes
@@ -59,6 +60,7 @@ class Artefact:
     adapters: Mapping[str, Part]
     classes: tuple[str, ...]
     config: Mapping[str, Any]
+    known: Known | None = field(default=None, repr=False)  # what its own images look like to the deployed model
 
     @property
     def method(self) -> Method:
@@ -103,7 +105,7 @@ class Artefact:
             raise UserError(f"this artefact has adapted with {self.using!r}: load it anew to adapt with {label!r}")
         part, pixels = self._own(label), as_bytes(images, self.method.arch.input_shape)
         made, tree = self.setup.adapter(part.spec, self.method), overlaid(self.deployed, part.tensors)
-        logits, state = answered(made, tree, pixels, self._seed, self._compute, tree if label == self.using else None)
+        logits, state = answered(made, tree, pixels, self.seed, self.compute, tree if label == self.using else None)
         parts = {**self.adapters, label: Part(part.spec, difference(state, self.deployed))}
         listed = [{"label": name, **_settings(own.spec, self.setup, self.method)} for name, own in parts.items()]
         config = {**self.config, "format": FORMAT, "adapter": listed, "using": label}
@@ -127,7 +129,8 @@ class Artefact:
         ``like`` is an artefact with the same model, whose file is shared where the disk can do that.
         """
         parts = {label: part.tensors for label, part in self.adapters.items() if part.tensors}
-        return write(Path(folder), self.method.arch, self.deployed, self.config, parts, like=like)
+        known = None if self.known is None else self.known.tensors()
+        return write(Path(folder), self.method.arch, self.deployed, self.config, parts, like=like, known=known)
 
     def _own(self, label: str) -> Part:
         return self.adapters[label] if label in self.adapters else Part(AdapterSpec(name=ADAPTERS[label].name))
@@ -139,11 +142,13 @@ class Artefact:
         raise UserError(f"say which adapter to adapt with; this artefact has: {listed}")
 
     @property
-    def _seed(self) -> int:
+    def seed(self) -> int:
+        """Of what its adapters draw."""
         return rng.seed_of(int(self.config["origin"]["seed"]), "adapter")
 
     @property
-    def _compute(self) -> Compute:
+    def compute(self) -> Compute:
+        """Where its tensors are, and their precision."""
         leaf = next(leaf for leaf in self.deployed["model"].values() if leaf.is_floating_point())
         return Compute(leaf.device, leaf.dtype)
 
@@ -157,7 +162,7 @@ class Artefact:
         return images
 
     def _ready(self, x: Tensor) -> Tensor:
-        compute = self._compute
+        compute = self.compute
         return (x if x.is_floating_point() else as_floats(x, compute.dtype)).to(compute.device, compute.dtype)
 
 
@@ -169,9 +174,14 @@ def answered(
     ``tree`` is the deployed one with what the adapter prepared; ``state`` is to go on from, None to start.
     """
     nothing = torch.zeros(len(pixels), dtype=torch.int64)
-    samples = Samples(pixels, nothing, Pool(pixels, nothing, ("",)).content(), torch.arange(len(pixels)))
+    samples = Samples(pixels, nothing, ids_of(pixels), torch.arange(len(pixels)))
     shown = list(predictions(adapter, tree, samples, Setting("stored"), seed, compute, state))
     return torch.cat([output.logits.cpu() for output, _, _ in shown]), shown[-1][2]
+
+
+def ids_of(pixels: Tensor) -> Tensor:
+    """The sample ids of images (bytes), as a task has them: fingerprints of their pixels."""
+    return Pool(pixels, torch.zeros(len(pixels), dtype=torch.int64), ("",)).content()
 
 
 def overlaid(tree: Tree, part: Tree) -> Tree:
@@ -241,10 +251,16 @@ def described(
 
 def _settings(spec: AdapterSpec, setup: Setup, method: Method, ctx: Context | None = None) -> dict[str, Any]:
     """An adapter's name and all of its settings, as they are at the round that serves."""
-    made = setup.adapter(spec, method, ctx)
-    own = [option.name for option in fields(made) if option.name not in ("arch", "predict_with")]
-    options = {name.replace("_", "-"): getattr(made, name) for name in own}
-    return {"name": spec.name, **{key: value for key, value in options.items() if value is not None}}
+    return settings_of(setup.adapter(spec, method, ctx))
+
+
+def settings_of(adapter: Adapter) -> dict[str, Any]:
+    """A registered adapter's name and all of its settings, from which :class:`AdapterSpec` makes it anew."""
+    kinds = type(adapter).__mro__  # one with views is made of one without
+    name = next(name for kind in kinds for name in ADAPTERS if ADAPTERS[name].make is kind)
+    own = [option.name for option in fields(adapter) if option.name not in ("arch", "predict_with")]
+    options = {key.replace("_", "-"): getattr(adapter, key) for key in own}
+    return {"name": name, **{key: value for key, value in options.items() if value is not None}}
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------------
@@ -276,7 +292,8 @@ def load(folder: str | Path, network: Network | None = None) -> Artefact:
     model = load_model(path / MODEL, (*setup.method.arch.parameters, *setup.method.arch.buffers))
     rest = load_trees(path / STATE)[0]["state"] if (path / STATE).is_file() else {}
     parts = {own.title: Part(own, _part(path / part_file(own.title))) for own in specs}
-    return Artefact(setup, {"model": model, **rest}, parts, classes, config)
+    known = Known.from_tensors(load_model(path / KNOWN, ())) if (path / KNOWN).is_file() else None
+    return Artefact(setup, {"model": model, **rest}, parts, classes, config, known)
 
 
 def _entries(config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

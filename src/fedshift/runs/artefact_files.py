@@ -2,8 +2,9 @@
 
 ``model.safetensors`` has the network's tensors under the names of its ``nn.Module``; ``state.safetensors`` what else the
 deployed model works with (a second head, descriptors, a learnt loss), if there is anything; ``adapters/LABEL.safetensors``
-what an adapter adds to it: what it made of the training data, or the state it had come to. ``config.toml`` says how to use
-them and where they come from, with a digest of every file. A folder is written whole or not at all, and never changed.
+what an adapter adds to it: what it made of the training data, or the state it had come to; ``known.safetensors`` what the
+client's own images look like to the model, where it had some. ``config.toml`` says how to use them and where they come
+from, with a digest of every file. A folder is written whole or not at all, and never changed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fedshift.runs.new_folder import digest_of, files_in, new_folder
 from fedshift.store.toml import toml_text
 from fedshift.store.trees import write as write_trees
 
-MODEL, CONFIG, STATE = "model.safetensors", "config.toml", "state.safetensors"
+MODEL, CONFIG, STATE, KNOWN = "model.safetensors", "config.toml", "state.safetensors", "known.safetensors"
 
 
 def write(
@@ -36,11 +37,12 @@ def write(
     parts: Mapping[str, Tree] | None = None,
     beside: Mapping[str, bytes] | None = None,
     like: Path | None = None,
+    known: Tensors | None = None,
 ) -> list[Path]:
     """The whole folder or nothing of it; the paths of its files.
 
     ``parts`` are what adapters add, by label; ``beside`` are more files by name. ``like`` is an artefact with the same
-    model, whose file is shared where the disk can do that.
+    model, whose file is shared where the disk can do that; ``known`` is of :class:`fedshift.runs.known.Known`.
     """
     rest = {slot: leaves for slot, leaves in deployed.items() if slot != "model"}
     with new_folder(folder) as place:
@@ -51,6 +53,8 @@ def write(
         for label, tree in (parts or {}).items():
             (place / "adapters").mkdir(exist_ok=True)
             write_trees(place / part_file(label), {"state": tree})
+        if known is not None:
+            save_file(plain(known), place / KNOWN)
         digests = {path.relative_to(place).as_posix(): digest_of(path) for path in files_in(place)}
         (place / CONFIG).write_text(toml_text({**config, "files": digests}), encoding="utf-8")
         for name, content in (beside or {}).items():

@@ -21,7 +21,7 @@ from fedshift.data.task import Client, Task
 from fedshift.experiment.schema import AdapterSpec
 from fedshift.runs.deployment import Deployment
 from fedshift.runs.session import Session
-from fedshift.store.rows import VALIDATION
+from fedshift.store.metric import VALIDATION
 
 
 class Answers(NamedTuple):

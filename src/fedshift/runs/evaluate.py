@@ -28,8 +28,10 @@ from fedshift.runs.session import Session
 from fedshift.runs.twins import has_twin, twin_models, twin_of
 from fedshift.runs.write_artefacts import wanted, write_artefacts
 from fedshift.store.folder import NOTES, artefacts_folder, snapshot_file
-from fedshift.store.rows import ClientScore, Metric, ScoreRow, Told, finite, mean_over, summarise, summarise_measures
+from fedshift.store.metric import Metric
+from fedshift.store.rows import ScoreRow, Told
 from fedshift.store.state import State
+from fedshift.store.summary import ClientScore, finite, mean_over, summarise, summarise_measures
 
 
 def score(job: Job, session: Session, say: Reporter) -> None:
@@ -148,7 +150,8 @@ def _complete(job: Job, chooser: str) -> bool:
 def adapters_of(scores: Mapping[str, Sequence[ScoreRow]]) -> dict[str, AdapterSpec]:
     """The adapters that a run was scored with, by label, ``none`` first.
 
-    >>> from fedshift.store.rows import Metric, Summary
+    >>> from fedshift.store.metric import Metric
+    >>> from fedshift.store.summary import Summary
     >>> row = ScoreRow(Metric("global", "original"), Summary(), adapter="tent")
     >>> list(adapters_of({"a": [row], "none": [replace(row, adapter="none")]}))
     ['none', 'a']
@@ -195,7 +198,7 @@ def _rows(
 
 
 def _class_names(job: Job, scores: Mapping[tuple[str, str], Score]) -> tuple[str, ...]:
-    width = max((score.log_probabilities.shape[1] for score in scores.values()), default=0)
+    width = max((score.classes for score in scores.values()), default=0)
     return names_of(job.task.classes, width) if width else ()
 
 

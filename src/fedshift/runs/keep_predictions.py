@@ -9,8 +9,8 @@ from fedshift.experiment.schema import AdapterSpec
 from fedshift.runs.measuring import predictions_of
 from fedshift.runs.plan import Job
 from fedshift.runs.served import Served
+from fedshift.store.metric import Metric
 from fedshift.store.predictions import ClientPredictions, packed, predictions_file
-from fedshift.store.rows import Metric
 
 MOST_BYTES = 32 << 20  # of one adapter's probabilities, before they are compressed, that are kept without asking
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -31,16 +29,9 @@ from fedshift.data.task import Splitting, Task, build, task_hash
 from fedshift.engines.base import Compute
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec, ModelSpec
+from fedshift.store.cache import cache_folder
 
 Network: TypeAlias = nn.Module | Callable[[], nn.Module]
-
-
-def cache_folder() -> Path:
-    """Where decoded sources and made tasks are kept: ``$FEDSHIFT_CACHE``, or the user's cache folder."""
-    given = os.environ.get("FEDSHIFT_CACHE")
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedshift"
 
 
 def make_task(experiment: Experiment, seed: int, data: Pool | Task | None = None) -> Task:
@@ -53,7 +44,7 @@ def make_task(experiment: Experiment, seed: int, data: Pool | Task | None = None
     if isinstance(data, Task):
         return replace(data, hash=task_hash(data))
     splitting = with_options(Splitting, "[split]", split_as_own(experiment, data).split)
-    return _built(experiment, splitting, _streams(experiment), seed, data)
+    return _built(experiment, splitting, streams_of(experiment), seed, data)
 
 
 def make_twin(experiment: Experiment, seed: int, data: Pool | Task | None = None) -> Task:
@@ -68,7 +59,7 @@ def make_twin(experiment: Experiment, seed: int, data: Pool | Task | None = None
     if isinstance(data, Task):
         return _shown_validation(data)
     splitting = with_options(Splitting, "[split]", {**split_as_own(experiment, data).split, "tune": True})
-    return _built(experiment, splitting, twins_of(_streams(experiment)), seed, data)
+    return _built(experiment, splitting, twins_of(streams_of(experiment)), seed, data)
 
 
 def _shown_validation(task: Task) -> Task:
@@ -86,7 +77,8 @@ def _shown_validation(task: Task) -> Task:
     )
 
 
-def _streams(experiment: Experiment) -> dict[str, StreamKind]:
+def streams_of(experiment: Experiment) -> dict[str, StreamKind]:
+    """The kinds of the experiment's streams, by name."""
     return {
         stream.name: with_options(
             _found(STREAMS, "stream kind", stream.kind), f"stream {stream.name!r}", stream.options()

@@ -24,8 +24,9 @@ from fedshift.runs.progress import Reporter
 from fedshift.runs.session import RoundReport, Session, step_together
 from fedshift.store.folder import Progress, Reached
 from fedshift.store.lines import Adapted, Evaluation, RoundLine
-from fedshift.store.rows import ACCURACY, VALIDATION, Metric, Summary, finite, summarise
+from fedshift.store.metric import ACCURACY, VALIDATION, Metric
 from fedshift.store.state import State
+from fedshift.store.summary import Summary, finite, summarise
 from fedshift.store.toml import toml_text
 
 DATA = {"data", "partition", "split", "stream", "rotation", "seeds", "sweep", "evaluate"}  # what a stack may differ in

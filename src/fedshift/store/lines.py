@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from fedshift.store.rows import Metric, Summary
+from fedshift.store.metric import Metric
+from fedshift.store.summary import Summary
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from fedshift.errors import UserError
 from fedshift.measures.predictions import Floats, Integers, Predictions
-from fedshift.store.rows import Metric
+from fedshift.store.metric import Metric
 
 PROBABILITY = "log-probability of "
 ATTRIBUTE = "attribute "

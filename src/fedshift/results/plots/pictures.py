@@ -21,7 +21,8 @@ from fedshift.results.result import Result, Row
 from fedshift.results.tables import BROKEN, short_name
 from fedshift.store.features import Features
 from fedshift.store.folder import FEATURES
-from fedshift.store.rows import Metric, ScoreRow
+from fedshift.store.metric import Metric
+from fedshift.store.rows import ScoreRow
 
 FEWEST, MOST = 3, 20  # clients a radar needs, and names it writes around itself
 AXES = {  # what some adapters tell, in words
