@@ -29,7 +29,7 @@ MAY = {
     "runs": {"core", "blocks", "data", "measures", "store", "engines", "experiment", "results"},
     "join": {"core", "data", "measures", "store", "engines", "experiment", "results", "runs"},
     "inspect": {"core", "data", "measures", "store", "engines", "experiment", "results", "runs", "systems"},
-    "deploy": {"core", "data", "measures", "store", "engines", "experiment", "runs"},
+    "deploy": {"core", "data", "measures", "store", "engines", "experiment", "results", "runs"},
     "export": {"core", "data", "measures", "store", "engines", "experiment", "runs"},
     "serve": {"core", "data", "measures", "store", "engines", "experiment", "runs"},
 }
