@@ -18,7 +18,7 @@ from fedshift.adapters.prior_em import PriorEM
 from fedshift.adapters.t3a import PrototypeClassifier
 from fedshift.blocks import augmix
 from fedshift.blocks.calibration import SLOT, Calibration, entry_name
-from fedshift.blocks.mean_views import DRAWS, with_views
+from fedshift.blocks.mean_views import DRAWS, looks, with_views
 from fedshift.core.adapter import Adapter
 from fedshift.core.registry import ADAPTERS
 from fedshift.core.tree import Tree, pick
@@ -132,7 +132,7 @@ def test_an_adapter_of_batches_has_no_views() -> None:
 
 def test_an_adapter_with_views_travels() -> None:
     again = loads(dumps(VIEWED["t3a"]))
-    assert (again.views, again.keep, again.looks) == (2, 50, "2 views")
+    assert (again.views, again.keep, looks(again)) == (2, 50, "2 views")
     assert torch.allclose(logits(again, tree(), 0), logits(VIEWED["t3a"], tree(), 0))
 
 

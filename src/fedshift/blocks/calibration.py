@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedshift.blocks.mean_views import looks
 from fedshift.core.adapter import Adapter
 from fedshift.core.tree import Tensors, Tree
 
@@ -115,19 +116,19 @@ class Calibration:
         return Calibration(**{name: leaf.to(device, torch.float64) for name, leaf in self.tensors().items()})
 
 
-def entry_name(kind: Kind, looks: str, name: str) -> str:
+def entry_name(kind: Kind, seen: str, name: str) -> str:
     """What is called how in the slot.
 
     >>> entry_name("common", "8 views", "fit")
     'common, 8 views: fit'
     """
-    return f"{kind}{looks and ', ' + looks}: {name}"
+    return f"{kind}{seen and ', ' + seen}: {name}"
 
 
 def calibration_of(adapter: Adapter, state: Tree, kind: Kind) -> Calibration:
     """What was measured for models of this kind and for what the adapter looks at; nothing, if nobody did."""
     there = state.get(SLOT, {})
-    known = [(one, looks) for looks in (adapter.looks, "") for one in (kind, "common")]
+    known = [(one, seen) for seen in (looks(adapter), "") for one in (kind, "common")]
     found = next((pair for pair in known if entry_name(pair[0], pair[1], "fit") in there), None)
     device = next(iter(state["model"].values())).device
     if found is None:

@@ -69,16 +69,26 @@ class _WithViews(Adapter):
     def draws(self) -> dict[str, RandomSpec]:
         return {**super().draws(), DRAWS: RandomSpec("uniform", (self.views, augmix.NUMBERS))}
 
-    @property
-    def looks(self) -> str:  # type: ignore[override]
-        return f"{self.views} views" if self.flip else f"{self.views} views not mirrored"
+    def looks(adapter: Adapter) -> str:
+    """What an adapter looks at beside an image itself, in words: nothing, or views of it."""
+    if not isinstance(adapter, _WithViews):
+        return ""
+    return f"{adapter.views} views" if adapter.flip else f"{adapter.views} views not mirrored"
 
-    def looking_at(self, x: Tensor, draws: Mapping[str, Tensor]) -> _WithViews:
+
+def looking_at(self, x: Tensor, draws: Mapping[str, Tensor]) -> _WithViews:
         views = augmix.views(x, draws[DRAWS], flip=self.flip)
         return replace(self, predict_with=MeanOverViews(self.predict_with, x, views))
 
     def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
         return super(_WithViews, self.looking_at(x, draws)).predict(state, x, draws)
+
+
+def looks(adapter: Adapter) -> str:
+    """What an adapter looks at beside an image itself, in words: nothing, or views of it."""
+    if not isinstance(adapter, _WithViews):
+        return ""
+    return f"{adapter.views} views" if adapter.flip else f"{adapter.views} views not mirrored"
 
 
 def looking_at(adapter: Adapter, x: Tensor, draws: Mapping[str, Tensor]) -> Adapter:

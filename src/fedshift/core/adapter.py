@@ -37,7 +37,6 @@ class Adapter(Checked):
     reasons: ClassVar[Mapping[str, str]] = {}  # what a required capability is, in words for who does not have it
     stackable: ClassVar[bool] = True  # many streams' predictions can run under one vmap
     calibrated: ClassVar[bool] = False  # wants what clients measured on validation images: slot ``calibration``
-    looks = ""  # what it looks at beside an image itself, in words: nothing, or views of it
     sequential: ClassVar[bool] = False  # samples are worked through one by one: engines run many streams side by side
     telemetry: ClassVar[tuple[str, ...]] = ()  # entries of its outputs' ``aux``: one number in [0, 1] for each sample
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from fedshift.blocks import calibration as measured
 from fedshift.blocks.calibration import Calibration, Kind, calibrated_log, confusion_of, entry_name
 from fedshift.blocks.class_prior import estimate_errors
+from fedshift.blocks.mean_views import looks
 from fedshift.core.tree import Tensors, Tree
 from fedshift.data.task import Client, Task
 from fedshift.experiment.schema import AdapterSpec
@@ -42,11 +43,11 @@ def calibrated(session: Session, deployment: Deployment, specs: Sequence[Adapter
     """A deployment with what these adapters want to know; itself if they want nothing."""
     method = session.setup.method
     made = [(spec, session.setup.adapter(spec, method)) for spec in specs]
-    looks = {adapter.looks: _looking(spec) for spec, adapter in made if adapter.calibrated}
+    wanted = {looks(adapter): _looking(spec) for spec, adapter in made if adapter.calibrated}
     found: Tensors = {}
     size = 0
-    for kind, trees in _models(session, deployment) if looks else ():
-        for word, spec in looks.items():
+    for kind, trees in _models(session, deployment) if wanted else ():
+        for word, spec in wanted.items():
             scores = session.evaluate(session.setup.adapters(spec), trees, [VALIDATION])
             sound = [score for score in scores.values() if score.samples and not score.broken]
             answers = [Answers(score.log_probabilities.clamp(min=-100.0), score.labels) for score in sound]
