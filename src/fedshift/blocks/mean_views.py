@@ -69,14 +69,7 @@ class _WithViews(Adapter):
     def draws(self) -> dict[str, RandomSpec]:
         return {**super().draws(), DRAWS: RandomSpec("uniform", (self.views, augmix.NUMBERS))}
 
-    def looks(adapter: Adapter) -> str:
-    """What an adapter looks at beside an image itself, in words: nothing, or views of it."""
-    if not isinstance(adapter, _WithViews):
-        return ""
-    return f"{adapter.views} views" if adapter.flip else f"{adapter.views} views not mirrored"
-
-
-def looking_at(self, x: Tensor, draws: Mapping[str, Tensor]) -> _WithViews:
+    def looking_at(self, x: Tensor, draws: Mapping[str, Tensor]) -> _WithViews:
         views = augmix.views(x, draws[DRAWS], flip=self.flip)
         return replace(self, predict_with=MeanOverViews(self.predict_with, x, views))
 
