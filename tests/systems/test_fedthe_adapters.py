@@ -593,6 +593,7 @@ EPISODIC = (
     "deterministic",
     "home-or-away",
     "prior-em",
+    "ours",
 )
 
 

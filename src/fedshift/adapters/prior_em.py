@@ -76,14 +76,14 @@ class PriorEM(Adapter):
 
     def fit(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> Tree:
         """Find the prior of the whole set."""
-        calibration = calibration_of(self, state, "own")
+        if len(x) == 0:
+            return state
         parts = []
         for start in range(0, len(x), CHUNK):
             images = x[start : start + CHUNK]
             own = {name: leaf[start : start + CHUNK] for name, leaf in draws.items()}
             parts.append(looking_at(self, images, own).predict_with(state, images).logits)
-        if not parts:
-            return state
+        calibration = calibration_of(self, state, "own")
         return {**state, "classes": self._shift(torch.cat(parts), calibration)._asdict()}
 
     def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:

@@ -27,16 +27,18 @@ class MeanOverViews:
 
     predict: Predict
     images: Tensor  # these have views
-    views: Tensor  # [n, views, ...]
+    numbers: Tensor  # [n, views, augmix.NUMBERS]
+    flip: bool
 
     def __call__(self, deployed: Tree, x: Tensor, batch_stats: BatchStats = False) -> Output:
         """Predict all views at once; ``aux["every-view"]`` has the features of each, ``[n, 1 + views, d]``."""
         plain = self.predict(deployed, x, batch_stats)
         if x is not self.images:
             return plain
-        seen = self.predict(deployed, self.views.flatten(0, 1), False)
+        views = augmix.views(x, self.numbers, flip=self.flip)
+        seen = self.predict(deployed, views.flatten(0, 1), False)
         logits, features = (
-            torch.cat([own[:, None], other.unflatten(0, self.views.shape[:2])], 1)
+            torch.cat([own[:, None], other.unflatten(0, views.shape[:2])], 1)
             for own, other in ((plain.logits, seen.logits), (plain.features, seen.features))
         )
         return plain._replace(
@@ -70,8 +72,7 @@ class _WithViews(Adapter):
         return {**super().draws(), DRAWS: RandomSpec("uniform", (self.views, augmix.NUMBERS))}
 
     def looking_at(self, x: Tensor, draws: Mapping[str, Tensor]) -> _WithViews:
-        views = augmix.views(x, draws[DRAWS], flip=self.flip)
-        return replace(self, predict_with=MeanOverViews(self.predict_with, x, views))
+        return replace(self, predict_with=MeanOverViews(self.predict_with, x, draws[DRAWS], self.flip))
 
     def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
         return super(_WithViews, self.looking_at(x, draws)).predict(state, x, draws)
@@ -87,6 +88,15 @@ def looks(adapter: Adapter) -> str:
 def looking_at(adapter: Adapter, x: Tensor, draws: Mapping[str, Tensor]) -> Adapter:
     """An adapter when it predicts these images: itself, unless it looks at views of them too."""
     return adapter.looking_at(x, draws) if isinstance(adapter, _WithViews) else adapter
+
+
+def like(adapter: Adapter, cls: type[Adapter]) -> Adapter:
+    """An adapter of another class, with its own settings, that looks at images as this one does."""
+    if not isinstance(adapter, _WithViews):
+        return cls(adapter.arch, adapter.predict_with)
+    network = adapter.predict_with
+    network = network.predict if isinstance(network, MeanOverViews) else network
+    return with_views(cls)(adapter.arch, network, views=adapter.views, flip=adapter.flip)  # type: ignore[call-arg]
 
 
 def with_views(cls: type[Adapter]) -> type[Adapter]:
