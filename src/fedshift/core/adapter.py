@@ -25,8 +25,7 @@ class Predict(Protocol):
 class Adapter(Checked):
     """Predicts without adapting; override to adapt.
 
-    ``requires`` are slots the method must deploy, ``requires_arch`` properties the network must have. ``batch`` is the
-    number of samples an adapter must see together; None means per-sample answers, the same in chunks of any size.
+    ``requires`` are slots the method must deploy, ``requires_arch`` properties the network must have.
     """
 
     arch: Arch
@@ -42,7 +41,7 @@ class Adapter(Checked):
 
     @property
     def batch(self) -> int | None:
-        """How many samples belong together, or None if each is on its own."""
+        """How many samples belong together; None: each is on its own, and answers are the same in chunks of any size."""
         return None
 
     @property
