@@ -9,7 +9,7 @@ from typing import Annotated, cast, get_args
 import typer
 
 from fedshift.cli.app import app
-from fedshift.cli.printing import console, escaped
+from fedshift.cli.printing import console
 from fedshift.errors import UserError
 
 
@@ -80,7 +80,7 @@ def serve(
         from fedshift.serve.docker import write_image
 
         for line in write_image(out, folders, services, adapter, change or []):
-            screen.print(escaped(line), highlight=False, soft_wrap=True)
+            screen.print(line, soft_wrap=True)
         return
     missing = [name for name in ("fastapi", "uvicorn", "httptools", "multipart") if not importlib.util.find_spec(name)]
     if missing:
@@ -103,7 +103,7 @@ def serve(
         for service in services:
             place = url if len(services) == 1 else f"{url}/{service.name}"
             text = f"{service.name}, adapter {service.label}: POST {place}/predict"
-            screen.print(escaped(text), highlight=False, soft_wrap=True)
-        screen.print(f"Page: {url}/  State: {state}/", highlight=False, soft_wrap=True)
+            screen.print(text, soft_wrap=True)
+        screen.print(f"Page: {url}/  State: {state}/", soft_wrap=True)
 
     serve(services, whole, ready)

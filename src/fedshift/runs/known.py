@@ -73,12 +73,14 @@ class Known:
         directions = _principal(features - features.mean(0), 1)[1][:, :PLACES].float().contiguous()
         logits = validation.logits.double().cpu()
         empty = torch.zeros(0)
-        known = Known(means, axes, spread, rest, directions, *[empty] * 4, empty.bool(), empty.long())
+        shape_only = Known(
+            means, axes, spread, rest, directions, empty, empty, empty, empty, right=empty.bool(), answered=empty.long()
+        )
         return replace(
-            known,
+            shape_only,
             energy=energy_of(logits).float(),
-            distance=known.distances(validation.features.cpu()),
-            places=known.placed(validation.features.cpu()),
+            distance=shape_only.distances(validation.features.cpu()),
+            places=shape_only.placed(validation.features.cpu()),
             confidence=logits.softmax(1).amax(1).float(),
             right=logits.argmax(1) == truth.cpu(),
             answered=logits.argmax(1).bincount(minlength=logits.shape[1]),
