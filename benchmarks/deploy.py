@@ -37,7 +37,7 @@ def wire(tree: Tree) -> int:
     return len(recorddict_to_proto(to_records(Packet("train", facts, tree))).SerializeToString())
 
 
-def appendix_b(method: Method, session: Session, public: int) -> dict[str, tuple[int, int]]:
+def published_floats(method: Method, session: Session) -> dict[str, tuple[int, int]]:
     """Floats down and up in a round, from the papers' own counts (P: all of the network, BN statistics included)."""
     arch = method.arch
     tensors = session.initial[session.arch_of(session.task.clients[0])]
@@ -55,9 +55,8 @@ def appendix_b(method: Method, session: Session, public: int) -> dict[str, tuple
 
 
 def count_bytes() -> None:
-    print(
-        f"{'method':10} {'way':5} {'floats':>9} {'tree kB':>9} {'wire kB':>9} {'wire / tree':>12} {'wire / Appendix B':>18}"
-    )
+    head = f"{'method':10} {'way':5} {'floats':>9} {'tree kB':>9} {'wire kB':>9}"
+    print(f"{head} {'wire / tree':>12} {'wire / published':>18}")
     for name in ("fedavg", "scaffold", "fedbn", "fedthe", "fdse", "fedtta"):
         experiment = Experiment.parse(
             {"baselines": False, "method": [{"name": name}], "model": {"name": "cnn", "norm": True}}
@@ -70,7 +69,7 @@ def count_bytes() -> None:
         down = setup.method.broadcast(session.start().server, client.name, ctx)
         network = session.arch_of(client)
         up = rehearsed(setup.method, setup, network, task, client, 0, ctx, down)
-        published = appendix_b(setup.method, session, 0).get(name)
+        published = published_floats(setup.method, session).get(name)
         for number, (way, tree) in enumerate((("down", down), ("up", up))):
             sent, plain = wire(tree), float_bytes(tree)
             book = f"{sent / (4 * published[number]):18.4f}" if published else f"{'':>18}"
@@ -130,10 +129,10 @@ BARE_NET = """
 from torch import nn
 
 def block(a, b):
-    return [nn.Conv2d(a, b, 5, padding=2, bias=False), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2)]
+    return [nn.Conv2d(a, b, 5, bias=False), nn.BatchNorm2d(b), nn.MaxPool2d(2), nn.ReLU()]
 
 def net():
-    return nn.Sequential(*block(3, 8), *block(8, 16), nn.Flatten(), nn.Linear(16 * 4 * 4, 32), nn.ReLU(), nn.Linear(32, 10))
+    return nn.Sequential(*block(3, 8), *block(8, 16), nn.Flatten(), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
 """
 
 
