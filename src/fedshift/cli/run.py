@@ -35,7 +35,10 @@ def run(
     ] = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with interrupted runs.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Begin interrupted runs again.")] = False,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", help="So many runs at the same time, a process for each.")] = 1,
+    jobs: Annotated[
+        int | None,
+        typer.Option("--jobs", "-j", help="So many runs at a time, a process each; left out: as many as fill a GPU."),
+    ] = None,
 ) -> None:
     """Train every method of an experiment, test every adapter, print the table, write the page. Finished parts stay."""
     from fedshift.experiment.schema import Experiment
