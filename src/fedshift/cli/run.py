@@ -38,7 +38,10 @@ def run(
     yes: Annotated[
         bool, typer.Option("--yes", help="Also what takes longer than a week, or more memory than is free.")
     ] = False,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", help="So many runs at the same time, a process for each.")] = 1,
+    jobs: Annotated[
+        int | None,
+        typer.Option("--jobs", "-j", help="So many runs at a time, a process each; left out: as many as fill a GPU."),
+    ] = None,
 ) -> None:
     """Train every method of an experiment, test every adapter, print the table, write the page. Finished parts stay."""
     from fedshift.engines.auto import compute_for
