@@ -34,6 +34,7 @@ CORE = (
 EXTRAS = {
     "hub": ("datasets", "Hugging Face hub data sets"),
     "export": ("onnxscript", "networks as ONNX, fedshift export --format onnx"),
+    "deploy": ("flwr", "federations across machines, fedshift deploy"),
 }
 
 
