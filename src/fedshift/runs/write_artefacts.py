@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -11,11 +13,15 @@ from urllib.parse import quote
 from fedshift.core.tree import Tree
 from fedshift.experiment.schema import AdapterSpec
 from fedshift.runs.artefact import Artefact, Part, described, difference
+from fedshift.runs.artefact_files import read_config
 from fedshift.runs.deployment import Deployment
 from fedshift.runs.plan import Job
 from fedshift.runs.session import Session
+from fedshift.store.files import Damaged, attempt, parsed
 from fedshift.store.folder import artefacts_folder
+from fedshift.store.seal import read_table, table_text
 
+COMPLETE = "complete"  # the last file that is written
 MOST_CLIENTS = 50  # of a run that nobody has asked for artefacts
 MOST_BYTES = 64 << 20
 
@@ -44,13 +50,36 @@ def write_artefacts(
     written: dict[int, Path] = {}  # by the identity of a model's tensors: clients that share one share its file
     for name, tree in trees.items():
         target = folder / folder_name(name)
-        if target.is_dir():  # of a run that was interrupted while it wrote them
-            continue
+        if target.is_dir():
+            if (
+                attempt(partial(read_config, target), []) is not None
+            ):  # of a run that was interrupted while it wrote them
+                continue
+            shutil.rmtree(target)
         artefact = artefact_of(job, session, deployment, name, tree, adapters)
         key = id(tree["model"][artefact.method.arch.parameters[0]])
         artefact.save(target, like=None if session.setup.method.personal else written.get(key))
         written[key] = target
-    job.folder.write(f"{artefacts_folder(chooser)}/complete", "")
+    job.folder.write(f"{artefacts_folder(chooser)}/{COMPLETE}", table_text({"folders": list(map(folder_name, trees))}))
+
+
+def lacks_artefacts(job: Job, chooser: str, damaged: list[Damaged]) -> bool:
+    """Whether any is missing or damaged."""
+    folder = job.folder.path / artefacts_folder(chooser)
+    if not (folder / COMPLETE).exists():
+        return True
+    if (folder / COMPLETE).is_file() and not (folder / COMPLETE).stat().st_size:  # an older version wrote no names
+        return False
+    found = attempt(lambda: read_table(folder / COMPLETE), damaged)
+    names = (
+        None if found is None else attempt(lambda: parsed(folder / COMPLETE, lambda: list(found["folders"])), damaged)
+    )
+    if names is None:
+        return True
+    sound = [
+        (folder / name).is_dir() and attempt(partial(read_config, folder / name), damaged) is not None for name in names
+    ]
+    return not all(sound)
 
 
 def artefact_of(
