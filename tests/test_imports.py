@@ -28,7 +28,9 @@ MAY = {
     "runs": {"core", "data", "measures", "store", "engines", "experiment", "results"},
     "join": {"core", "data", "measures", "store", "engines", "experiment", "results", "runs"},
     "inspect": {"core", "data", "measures", "store", "engines", "experiment", "results", "runs", "systems"},
+    "deploy": {"core", "data", "measures", "store", "engines", "experiment", "runs"},
     "export": {"core", "data", "measures", "store", "engines", "experiment", "runs"},
+    "serve": {"core", "data", "measures", "store", "engines", "experiment", "runs"},
 }
 ALONE = {"catalogue.py", "doctor.py", "__init__.py", "errors.py"}
 TOP = {"cli"}  # may import everybody, and nobody imports it

@@ -155,7 +155,9 @@ def _nothing_lost(
         return
     tally.count("named and left")
     found = [one for one in differences(_but(before, name), _but(contents(folder, target), name)) if not _beside(one)]
-    if found and [one for one in differences(_but(whole, name), _but(contents(folder, target), name)) if not _beside(one)]:
+    if found and [
+        one for one in differences(_but(whole, name), _but(contents(folder, target), name)) if not _beside(one)
+    ]:
         tally.fail(f"{trial}: others have changed: {found[:4]}")
 
 

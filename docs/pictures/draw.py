@@ -102,24 +102,26 @@ def _legend(axes: Axes, x: float, y: float) -> None:
 
 
 PLACES: Mapping[str, Point] = {
-    "core": (400, 422),
+    "core": (400, 422), "measures": (690, 422),
     "blocks": (176, 350), "models": (322, 350), "data": (468, 350), "store": (614, 350),
     "systems": (58, 278), "methods": (176, 278), "adapters": (294, 278), "engines": (468, 278),
     "results": (690, 206), "experiment": (322, 206),
     "runs": (468, 134),
-    "inspect": (322, 62), "join": (468, 62), "export": (614, 62),
+    "inspect": (322, 62), "join": (468, 62), "export": (614, 62), "serve": (176, 62),
+    "deploy": (738, 62),
 }  # fmt: skip
 WORDS = {
-    "core": "the contract", "blocks": "what methods share", "models": "networks", "data": "tasks, streams",
+    "core": "the contract", "measures": "from probabilities",
+    "blocks": "what methods share", "models": "networks", "data": "tasks, streams",
     "store": "run folders", "systems": "five papers", "methods": "one file each", "adapters": "one file each",
     "engines": "who does the work", "results": "tables, plots, pages", "experiment": "TOML, presets",
     "runs": "plan, session, artefact", "inspect": "what was learnt", "join": "unseen clients",
-    "export": "models for elsewhere",
+    "export": "models for elsewhere", "deploy": "parties on Flower", "serve": "models behind HTTP",
 }  # fmt: skip
 COLOURS = {
     "core": NOUN,
     **dict.fromkeys(("systems", "methods", "adapters", "models"), SOFT),
-    **dict.fromkeys(("runs", "join", "inspect", "export"), FILE),
+    **dict.fromkeys(("runs", "join", "inspect", "export", "deploy", "serve"), FILE),
 }
 NARROW = ("systems", "methods", "adapters")
 

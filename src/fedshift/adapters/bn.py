@@ -43,6 +43,11 @@ class BatchNormRefresh(Adapter):
         """Statistics are those of a batch."""
         return self.batch_size
 
+    @property
+    def fits(self) -> bool:
+        """Without passes it looks at nothing first."""
+        return self.passes > 0
+
     def fit(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> Tree:
         """Refresh the statistics on the whole set first, if asked to."""
         return with_refreshed_statistics(self.predict_with, state, x, self.batch_size, self.passes)

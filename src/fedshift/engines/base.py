@@ -80,6 +80,11 @@ class Score:
     labels: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64), repr=False, compare=False)
 
     @property
+    def classes(self) -> int:
+        """How many classes the predictions know; 0 where there are none."""
+        return int(self.log_probabilities.shape[1])
+
+    @property
     def accuracy(self) -> float:
         """The share of right answers."""
         return self.correct / self.samples if self.samples else float("nan")

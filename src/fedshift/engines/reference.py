@@ -16,7 +16,7 @@ from fedshift.core import rng
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
 from fedshift.core.batching import batch_sizes
-from fedshift.core.context import ClientInfo, Phase
+from fedshift.core.context import ClientInfo, Context, Phase
 from fedshift.core.method import Method
 from fedshift.core.tree import Tensors, Tree, all_finite, pick
 from fedshift.data.streams import Setting
@@ -35,6 +35,13 @@ def info_of(task: Task, client: Client, seed: int, unseen: bool = False) -> Clie
     own = rng.seed_of(seed, "birth", client.name)
     public = {} if task.public is None else {"public": task.ids[task.public]}
     return ClientInfo(client.name, len(client.train), task.histogram(client), own, unseen=unseen, **public)
+
+
+def first_local(
+    method: Method, model: Tensors, task: Task, client: Client, seed: int, ctx: Context, unseen: bool = False
+) -> Tree:
+    """The local state of a client that has none yet; ``model`` is the run's common initialisation."""
+    return method.init_local(model, info_of(task, client, seed, unseen), ctx)
 
 
 def now_of(method: Method, task: Task, client: Client, plan: Plan, steps: int, compute: Compute) -> Tensors:
@@ -128,6 +135,15 @@ def work(method: Method, down: Tree, local: Tree, client: Client, task: Task, pl
             for size, batch in _batches(method, phase, part, steps, plan, client.name, compute, cached):
                 state = augment.step(method, state, batch, fitting(phase, method.arch, size))
     return conclude(method, state, down, local, plan)
+
+
+def settle(method: Method, down: Tree, local: Tree, client: Client, task: Task, plan: Plan, compute: Compute) -> Reply:
+    """After the last round: what a client gives away and keeps; one that fails in its last phases goes without them."""
+    reply = work(method, down, local, client, task, plan, compute) if plan.phases else None
+    if reply is not None and reply.finite:
+        return reply
+    gift, kept = method.settle(None, down, local, plan.ctx)
+    return Reply(gift, kept, math.nan if reply else 0.0, 0, reply is None)
 
 
 def conclude(method: Method, state: Tree, down: Tree, local: Tree, plan: Plan) -> Reply:
@@ -258,6 +274,20 @@ def predictions(
             x = pixels(samples.images, index, compute.dtype).to(compute.device)
             output, state = adapter.predict(state, x, draws_of(adapter, samples.ids[index], seed, compute))
             yield output, samples.labels[index].to(compute.device), state
+
+
+def prepared(adapter: Adapter, tree: Tree, task: Task, client: Client, size: int, compute: Compute) -> Tree:
+    """A deployed tree with what the adapter makes of the client's training data before (nothing, for most)."""
+    if type(adapter).prepare is Adapter.prepare or not len(client.train):
+        return tree
+    batches = (
+        {
+            "x": pixels(task.images, index, compute.dtype).to(compute.device),
+            "y": task.labels[index].to(compute.device),
+        }
+        for index in client.train.split(size)
+    )
+    return {**tree, **adapter.prepare(tree, batches)}
 
 
 def _chunk_size(samples: Samples, compute: Compute) -> int:

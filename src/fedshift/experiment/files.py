@@ -194,3 +194,13 @@ def copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: copied(item) for key, item in value.items()}
     return [copied(item) for item in value] if isinstance(value, list) else value
+
+
+def source_of(path: Path) -> str:
+    """The source string of a Parquet file, a folder of them, or a folder of pictures.
+
+    >>> source_of(Path("scans.parquet"))
+    'parquet:scans.parquet'
+    """
+    tables = path.suffix == ".parquet" or (path.is_dir() and any(path.rglob("*.parquet")))
+    return f"{'parquet' if tables else 'folder'}:{path}"

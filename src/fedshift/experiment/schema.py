@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fedshift.errors import UserError
-from fedshift.experiment.files import assignment, copied, extended, override, presets, setting
+from fedshift.experiment.files import assignment, copied, extended, override, presets, setting, source_of
 
 DEFAULT = "default"
 
@@ -310,10 +310,7 @@ class Experiment(Table):
         path = Path(what)
         if what in presets() or path.suffix == ".toml" or not path.exists():
             return cls.load(what, overrides)
-        scheme = (
-            "parquet" if path.suffix == ".parquet" or (path.is_dir() and any(path.rglob("*.parquet"))) else "folder"
-        )
-        source = [f"data.source={scheme}:{what}", f"name={path.stem}", f"title={what}", "data.needs="]
+        source = [f"data.source={source_of(path)}", f"name={path.stem}", f"title={what}", "data.needs="]
         # the default's unseen domain is its own; the split is as a file of the user's own has it
         plain = ["split.unseen=0.0", "split.train-limit=0", "split.stratify=true"]
         return cls.load(None, [*source, *plain, *overrides])

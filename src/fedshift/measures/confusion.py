@@ -36,6 +36,17 @@ class Confusion:
         return Confusion(predictions.classes, tuple(rows))
 
     @staticmethod
+    def of_counts(counts: Integers) -> Confusion:
+        """From a whole table [classes, classes].
+
+        >>> Confusion.of_counts(np.array([[3, 0], [1, 2]])).cells
+        ((0, 0, 3), (1, 0, 1), (1, 1, 2))
+        """
+        rows, columns = np.nonzero(counts)
+        many = counts[rows, columns]
+        return Confusion(len(counts), tuple(zip(rows.tolist(), columns.tolist(), many.tolist(), strict=True)))
+
+    @staticmethod
     def summed(parts: Iterable[Confusion]) -> Confusion:
         """Of all of them together; at least one.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from scipy.stats import rankdata
 
 from fedshift.measures.predictions import Flags, Floats, Integers, Predictions
 
@@ -31,6 +30,8 @@ def auroc_by_class(predictions: Predictions) -> Floats:
     The share of pairs of one sample of the class and one of the others whose order is right, half of the ties: a
     difference of ranks.
     """
+    from scipy.stats import rankdata  # takes seconds to import, and few who import this file need it
+
     scores, members = _against_rest(predictions)
     positives, negatives = members.sum(0), (~members).sum(0)
     ranks = rankdata(scores, axis=0)

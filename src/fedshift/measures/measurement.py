@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from fedshift.errors import UserError
 from fedshift.measures import exact
 from fedshift.measures.confusion import Confusion
+from fedshift.measures.counts import Counts
 from fedshift.measures.predictions import Predictions
 
 
@@ -108,6 +109,26 @@ class Measurement:
         return Measurement(
             Confusion.of(predictions), tuple(None if number is None else round(number, 6) for number in numbers)
         )
+
+    @staticmethod
+    def of_counts(counts: Counts) -> Measurement:
+        """Of what parties gave in place of predictions: areas and calibration to within their bins, see :class:`Counts`.
+
+        >>> import numpy as np
+        >>> some = Predictions(np.log([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]]), np.array([0, 1, 1]))
+        >>> counted, exact = Measurement.of_counts(Counts.of(some)), Measurement.of(some)
+        >>> counted.confusion == exact.confusion, counted.value("auroc"), counted.value("adaptive-ece")
+        (True, 100.0, None)
+        """
+        known: Mapping[str, float | None] = {
+            "auroc": _percent(counts.auroc().value),
+            "auprc": _percent(counts.auprc().value),
+            "loss": counts.loss(),
+            "ece": _percent(counts.ece().value),
+        }
+        numbers = (known.get(name) for name in SCORED)
+        rounded = tuple(None if number is None or math.isnan(number) else round(number, 6) for number in numbers)
+        return Measurement(Confusion.of_counts(counts.confusion), rounded)
 
     def value(self, name: str) -> float | None:
         """One of the measures; None where it does not exist."""

@@ -26,7 +26,8 @@ from fedshift.engines.reference import EVALUATION_CHUNK, as_floats, predictions
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec
 from fedshift.runs.answers import Answers
-from fedshift.runs.artefact_files import CONFIG, MODEL, REMEDY, STATE, load_model, part_file, read_config, write
+from fedshift.runs.artefact_files import CONFIG, KNOWN, MODEL, REMEDY, STATE, load_model, part_file, read_config, write
+from fedshift.runs.known import Known
 from fedshift.runs.pixel_network import PixelNetwork
 from fedshift.runs.raw_images import RawImages, as_bytes
 from fedshift.runs.setup import Network, Setup, make_setup, placeholder
@@ -58,6 +59,7 @@ class Artefact:
     adapters: Mapping[str, Part]
     classes: tuple[str, ...]
     config: Mapping[str, Any]
+    known: Known | None = field(default=None, repr=False)  # what its own images look like to the deployed model
 
     @property
     def method(self) -> Method:
@@ -102,7 +104,7 @@ class Artefact:
             raise UserError(f"this artefact has adapted with {self.using!r}: load it anew to adapt with {label!r}")
         part, pixels = self._own(label), as_bytes(images, self.method.arch.input_shape)
         made, tree = self.setup.adapter(part.spec, self.method), overlaid(self.deployed, part.tensors)
-        logits, state = answered(made, tree, pixels, self._seed, self._compute, tree if label == self.using else None)
+        logits, state = answered(made, tree, pixels, self.seed, self.compute, tree if label == self.using else None)
         parts = {**self.adapters, label: Part(part.spec, difference(state, self.deployed))}
         listed = [{"label": name, **_settings(own.spec, self.setup, self.method)} for name, own in parts.items()]
         config = {**self.config, "format": FORMAT, "adapter": listed, "using": label}
@@ -126,7 +128,8 @@ class Artefact:
         ``like`` is an artefact with the same model, whose file is shared where the disk can do that.
         """
         parts = {label: part.tensors for label, part in self.adapters.items() if part.tensors}
-        return write(Path(folder), self.method.arch, self.deployed, self.config, parts, like=like)
+        known = None if self.known is None else self.known.tensors()
+        return write(Path(folder), self.method.arch, self.deployed, self.config, parts, like=like, known=known)
 
     def _own(self, label: str) -> Part:
         return self.adapters[label] if label in self.adapters else Part(AdapterSpec(name=ADAPTERS[label].name))
@@ -138,11 +141,13 @@ class Artefact:
         raise UserError(f"say which adapter to adapt with; this artefact has: {listed}")
 
     @property
-    def _seed(self) -> int:
+    def seed(self) -> int:
+        """Of what its adapters draw."""
         return rng.seed_of(int(self.config["origin"]["seed"]), "adapter")
 
     @property
-    def _compute(self) -> Compute:
+    def compute(self) -> Compute:
+        """Where its tensors are, and their precision."""
         leaf = next(leaf for leaf in self.deployed["model"].values() if leaf.is_floating_point())
         return Compute(leaf.device, leaf.dtype)
 
@@ -156,7 +161,7 @@ class Artefact:
         return images
 
     def _ready(self, x: Tensor) -> Tensor:
-        compute = self._compute
+        compute = self.compute
         return (x if x.is_floating_point() else as_floats(x, compute.dtype)).to(compute.device, compute.dtype)
 
 
@@ -168,9 +173,14 @@ def answered(
     ``tree`` is the deployed one with what the adapter prepared; ``state`` is to go on from, None to start.
     """
     nothing = torch.zeros(len(pixels), dtype=torch.int64)
-    samples = Samples(pixels, nothing, Pool(pixels, nothing, ("",)).content(), torch.arange(len(pixels)))
+    samples = Samples(pixels, nothing, ids_of(pixels), torch.arange(len(pixels)))
     shown = list(predictions(adapter, tree, samples, Setting("stored"), seed, compute, state))
     return torch.cat([output.logits.cpu() for output, _, _ in shown]), shown[-1][2]
+
+
+def ids_of(pixels: Tensor) -> Tensor:
+    """The sample ids of images (bytes), as a task has them: fingerprints of their pixels."""
+    return Pool(pixels, torch.zeros(len(pixels), dtype=torch.int64), ("",)).content()
 
 
 def overlaid(tree: Tree, part: Tree) -> Tree:
@@ -240,9 +250,14 @@ def described(
 
 def _settings(spec: AdapterSpec, setup: Setup, method: Method, ctx: Context | None = None) -> dict[str, Any]:
     """An adapter's name and all of its settings, as they are at the round that serves."""
-    made = setup.adapter(spec, method, ctx)
-    options = {key: getattr(made, key.replace("-", "_")) for key in ADAPTERS[spec.name].options}
-    return {"name": spec.name, **{key: value for key, value in options.items() if value is not None}}
+    return settings_of(setup.adapter(spec, method, ctx))
+
+
+def settings_of(adapter: Adapter) -> dict[str, Any]:
+    """A registered adapter's name and all of its settings, from which :class:`AdapterSpec` makes it anew."""
+    name = next(name for name in ADAPTERS if ADAPTERS[name].make is type(adapter))
+    options = {key: getattr(adapter, key.replace("-", "_")) for key in ADAPTERS[name].options}
+    return {"name": name, **{key: value for key, value in options.items() if value is not None}}
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------------
@@ -271,7 +286,8 @@ def load(folder: str | Path, network: Network | None = None) -> Artefact:
     model = load_model(path / MODEL, (*setup.method.arch.parameters, *setup.method.arch.buffers))
     rest = _part(path / STATE)
     parts = {own.title: Part(own, _part(path / part_file(own.title))) for own in specs}
-    return Artefact(setup, {"model": model, **rest}, parts, classes, config)
+    known = Known.from_tensors(load_model(path / KNOWN, ())) if (path / KNOWN).exists() else None
+    return Artefact(setup, {"model": model, **rest}, parts, classes, config, known)
 
 
 def _entries(config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

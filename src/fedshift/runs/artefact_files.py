@@ -2,8 +2,9 @@
 
 ``model.safetensors`` has the network's tensors under the names of its ``nn.Module``; ``state.safetensors`` what else the
 deployed model works with (a second head, descriptors, a learnt loss), if there is anything; ``adapters/LABEL.safetensors``
-what an adapter adds to it: what it made of the training data, or the state it had come to. ``config.toml`` says how to use
-them and where they come from, with a digest of every file. A folder is written whole or not at all, and never changed.
+what an adapter adds to it: what it made of the training data, or the state it had come to; ``known.safetensors`` what the
+client's own images look like to the model, where it had some. ``config.toml`` says how to use them and where they come
+from, with a digest of every file. A folder is written whole or not at all, and never changed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from fedshift.store.trees import write as write_trees
 REMEDY = (
     "put it back from a copy, or make it again (fedshift run does that for a run's own, join and export for theirs)"
 )
-MODEL, CONFIG, STATE = "model.safetensors", "config.toml", "state.safetensors"
+MODEL, CONFIG, STATE, KNOWN = "model.safetensors", "config.toml", "state.safetensors", "known.safetensors"
 
 
 def write(
@@ -41,11 +42,12 @@ def write(
     parts: Mapping[str, Tree] | None = None,
     beside: Mapping[str, bytes] | None = None,
     like: Path | None = None,
+    known: Tensors | None = None,
 ) -> list[Path]:
     """The whole folder or nothing of it; the paths of its files.
 
     ``parts`` are what adapters add, by label; ``beside`` are more files by name. ``like`` is an artefact with the same
-    model, whose file is shared where the disk can do that.
+    model, whose file is shared where the disk can do that; ``known`` is of :class:`fedshift.runs.known.Known`.
     """
     rest = {slot: leaves for slot, leaves in deployed.items() if slot != "model"}
     with new_folder(folder) as place:
@@ -56,6 +58,8 @@ def write(
         for label, tree in (parts or {}).items():
             (place / "adapters").mkdir(exist_ok=True)
             write_trees(place / part_file(label), {"state": tree})
+        if known is not None:
+            save_file(plain(known), place / KNOWN)
         digests = {path.relative_to(place).as_posix(): digest_of(path) for path in files_in(place)}
         (place / CONFIG).write_text(toml_sealed(toml_text({**config, "files": digests})), encoding="utf-8")
         for name, content in (beside or {}).items():
@@ -65,7 +69,7 @@ def write(
 
 def read_config(folder: Path) -> dict[str, Any]:
     """What an artefact says of itself, once its files are seen to be what was written."""
-    if not (folder / CONFIG).exists():
+    if not (folder / CONFIG).exists() and not (folder / MODEL).exists():
         raise UserError(f"{folder} is not an artefact: it has no {CONFIG}")
     config = read_toml(folder / CONFIG, remedy=REMEDY)
     listed = parsed(folder / CONFIG, lambda: dict(config.get("files", {})), remedy=REMEDY)

@@ -17,9 +17,9 @@ from fedshift.core.arch import Arch
 from fedshift.core.context import Context, Phase
 from fedshift.core.method import Method
 from fedshift.core.tree import Tensors, Tree, to
-from fedshift.data.task import Client, Task
+from fedshift.data.task import Task
 from fedshift.engines.base import Compute, Engine, Reply
-from fedshift.engines.reference import info_of
+from fedshift.engines.reference import first_local
 from fedshift.engines.schedule import Plan
 from fedshift.errors import UserError
 from fedshift.runs.setup import Setup
@@ -61,8 +61,11 @@ class Deployment:
         for arch, method in self.setup.methods.items():
             members = [client for client in clients if self._network(client.name) == arch]
             downs = {client.name: self.setup.method.broadcast(server, client.name, ctx) for client in members}
-            own = {client.name: _first_local(method, initial[arch], task, client, self.seed, ctx) for client in members}
-            own = {name: to(local, compute.device) for name, local in own.items()}
+            born = {
+                client.name: first_local(method, initial[arch], task, client, self.seed, ctx, unseen=True)
+                for client in members
+            }
+            own = {name: to(local, compute.device) for name, local in born.items()}
             replies = self._trained_alone(method, downs, own, task, engine, ctx)
             failed += [name for name, reply in replies.items() if not reply.finite]
             kept = {**own, **{name: reply.local for name, reply in replies.items() if reply.finite}}
@@ -114,10 +117,6 @@ class _Always(Mapping[str, str]):
 def unseen_phases(method: Method, ctx: Context) -> tuple[Phase, ...]:
     """What an unseen client trains: of the last phases those that need no labels."""
     return tuple(phase for phase in method.last_phases(replace(ctx, stage="unseen")) if not phase.labelled)
-
-
-def _first_local(method: Method, model: Tensors, task: Task, client: Client, seed: int, ctx: Context) -> Tree:
-    return method.init_local(model, info_of(task, client, seed, unseen=True), ctx)
 
 
 # ---- on disk -------------------------------------------------------------------------------------------------------------

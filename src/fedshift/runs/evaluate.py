@@ -205,7 +205,7 @@ def _rows(
 
 
 def _class_names(job: Job, scores: Mapping[tuple[str, str], Score]) -> tuple[str, ...]:
-    width = max((score.log_probabilities.shape[1] for score in scores.values()), default=0)
+    width = max((score.classes for score in scores.values()), default=0)
     return names_of(job.task.classes, width) if width else ()
 
 

@@ -135,11 +135,11 @@ def check_unfinished(jobs: Sequence[Job], resume: bool, restart: bool) -> None:
     for job in jobs:
         if not job.folder.done and (job.folder.path / DONE).exists():
             job.folder.ending()  # raises, and says what to do
-        if not job.folder.done and job.folder.checkpoints():
-            state = job.folder.checkpoints()[-1].stem.removeprefix("ckpt-")
+        if not job.folder.done and job.folder.begun:
+            state = [path.stem.removeprefix("ckpt-") for path in job.folder.checkpoints()[-1:]]
+            when = f"after round {int(state[0])} of {job.rounds}" if state else "and has no checkpoint"
             raise UserError(
-                f"{job.folder.path} was interrupted after round {int(state)} of {job.rounds}: add --resume to "
-                "go on, or --restart to begin again"
+                f"{job.folder.path} was interrupted {when}: add --resume to go on, or --restart to begin again"
             )
 
 

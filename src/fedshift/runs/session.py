@@ -17,7 +17,7 @@ from fedshift.core.tree import Tensors, Tree, float_bytes, to
 from fedshift.data.task import Client, Task
 from fedshift.engines.base import Compute, Engine, Reply, Score
 from fedshift.engines.parallel import Parallel
-from fedshift.engines.reference import info_of, pixels
+from fedshift.engines.reference import first_local, prepared
 from fedshift.engines.schedule import Plan
 from fedshift.engines.vmapped.multi_seed import Errand, Together
 from fedshift.runs.deployment import Deployment
@@ -116,7 +116,7 @@ class Session:
             server, metrics = self.aggregated(server, {name: reply.up for name, reply in sound.items()}, begun.ctx)
         kept = {name: reply.local for name, reply in sound.items() if reply.local}
         report = RoundReport(
-            participants=len(begun.clients),
+            participants=len(replies),
             loss=self._mean_loss(sound),
             bytes_down=sum(float_bytes(down) for down in begun.downs.values()),
             bytes_up=sum(float_bytes(reply.up) for reply in replies.values()),
@@ -129,10 +129,14 @@ class Session:
 
     def aggregated(self, server: Tree, ups: Mapping[str, Tree], ctx: Context) -> tuple[Tree, Tensors]:
         """The server after these clients' messages, and its numbers about that."""
-        samples = torch.tensor([float(len(self.training.client(name).train)) for name in ups])
+        samples = torch.tensor([float(self.size_of(name)) for name in ups])
         seed = rng.seed_of(self.seed, ctx.round, "server")
         whole = ServerContext(ctx.round, ctx.rounds, ctx.clients, ctx.stage, samples=samples, seed=seed)
         return self.setup.method.aggregate(server, ups, whole)
+
+    def size_of(self, client: str) -> int:
+        """How many images a client trains on."""
+        return len(self.training.client(client).train)
 
     def context(self, number: int) -> Context:
         """Where in the run round ``number`` (from 0) is."""
@@ -162,18 +166,7 @@ class Session:
         """The models of this state: all clients take the last phases, and give away what they give to the others."""
         ctx = replace(self.context(state.round), stage="final")
         clients = self.task.clients
-        own = {client.name: self._local(state, client, ctx) for client in clients}
-        downs = self._downs(state.server, clients, ctx)
-        gifts: dict[str, Tree] = {}
-        replies = self._train(state, clients, downs, ctx) if self.setup.method.last_phases(ctx) else {}
-        self._name_failed(replies)
-        for client in clients:
-            reply = replies.get(client.name)
-            if reply is not None and reply.finite:
-                gifts[client.name], own[client.name] = reply.up, reply.local
-            else:
-                settled = self.method_of(client).settle(None, downs[client.name], own[client.name], ctx)
-                gifts[client.name], own[client.name] = settled
+        gifts, own = self._settled(state, self._downs(state.server, clients, ctx), ctx)
         # who has never taken part has nothing trained to give
         given = {name: gifts[name] for name in state.locals if gifts.get(name)}
         return Deployment(
@@ -185,6 +178,24 @@ class Session:
             networks={client.name: self.arch_of(client) for client in (*clients, *self.task.unseen)},
             given_bytes=sum(float_bytes(gift) for gift in given.values()),
         )
+
+    def _settled(
+        self, state: State, downs: Mapping[str, Tree], ctx: Context
+    ) -> tuple[Mapping[str, Tree], Mapping[str, Tree]]:
+        """What every client gives away after the last phases, and what it keeps."""
+        clients = self.task.clients
+        own = {client.name: self._local(state, client, ctx) for client in clients}
+        gifts: dict[str, Tree] = {}
+        replies = self._train(state, clients, downs, ctx) if self.setup.method.last_phases(ctx) else {}
+        self._name_failed(replies)
+        for client in clients:
+            reply = replies.get(client.name)
+            if reply is not None and reply.finite:
+                gifts[client.name], own[client.name] = reply.up, reply.local
+            else:
+                settled = self.method_of(client).settle(None, downs[client.name], own[client.name], ctx)
+                gifts[client.name], own[client.name] = settled
+        return gifts, own
 
     def unseen(self, deployment: Deployment, task: Task | None = None) -> dict[str, Tree]:
         """Models of the task's unseen clients (or of another task's); empty if nothing is offered to them."""
@@ -232,17 +243,7 @@ class Session:
 
     def prepared(self, adapter: Adapter, tree: Tree, client: Client) -> Tree:
         """A deployed tree with what the adapter makes of the client's training data before (nothing, for most)."""
-        if type(adapter).prepare is Adapter.prepare or not len(client.train):
-            return tree
-        size = self.setup.train.batch_size
-        batches = (
-            {
-                "x": pixels(self.task.images, index, self.compute.dtype).to(self.compute.device),
-                "y": self.task.labels[index].to(self.compute.device),
-            }
-            for index in client.train.split(size)
-        )
-        return {**tree, **adapter.prepare(tree, batches)}
+        return prepared(adapter, tree, self.task, client, self.setup.train.batch_size, self.compute)
 
     def arch_of(self, client: Client) -> str:
         """The name of a client's architecture."""
@@ -259,7 +260,7 @@ class Session:
     def _train(
         self, state: State, clients: Sequence[Client], downs: Mapping[str, Tree], ctx: Context
     ) -> dict[str, Reply]:
-        """Local work, one call of the engine per architecture; replies in client order."""
+        """Local work, one call of the engine per architecture; replies in client order, of those who answer."""
         task = self.task if ctx.ending else self.training
         replies: dict[str, Reply] = {}
         for arch, members in self.by_arch(clients).items():
@@ -268,7 +269,7 @@ class Session:
             own = {client.name: self._local(state, client, ctx) for client in members}
             received = {client.name: downs[client.name] for client in members}
             replies |= self.engine.train(method, received, own, task, Plan(phases, ctx, self.seed))
-        return {client.name: replies[client.name] for client in clients}
+        return {client.name: replies[client.name] for client in clients if client.name in replies}
 
     def _name_failed(self, replies: Mapping[str, Reply]) -> None:
         self._say_failed([name for name, reply in replies.items() if not reply.finite])
@@ -284,16 +285,16 @@ class Session:
 
     def _first_local(self, client: Client, ctx: Context) -> Tree:
         trains = client.name in self._trains
-        info = info_of(self.training if trains else self.task, client, self.seed, unseen=not trains)
-        model = self.initial[self.arch_of(client)]
-        return to(self.method_of(client).init_local(model, info, ctx), self.compute.device)
+        task, model = self.training if trains else self.task, self.initial[self.arch_of(client)]
+        made = first_local(self.method_of(client), model, task, client, self.seed, ctx, unseen=not trains)
+        return to(made, self.compute.device)
 
     def _memory(self) -> dict[str, int]:
         """Peak memory so far; what other processes need is not known here."""
         return {} if isinstance(self.engine, Parallel) else memory_so_far(self.compute.device, self._resident)
 
     def _mean_loss(self, replies: Mapping[str, Reply]) -> float:
-        sizes = {name: len(self.training.client(name).train) for name in replies}
+        sizes = {name: self.size_of(name) for name in replies}
         total = sum(sizes.values())
         return sum(reply.loss * sizes[name] for name, reply in replies.items()) / total if total else float("nan")
 

@@ -43,7 +43,7 @@ def make_task(experiment: Experiment, seed: int, data: Pool | Task | None = None
     if isinstance(data, Task):
         return replace(data, hash=task_hash(data))
     splitting = with_options(Splitting, "[split]", split_as_own(experiment, data).split)
-    return _built(experiment, splitting, _streams(experiment), seed, data)
+    return _built(experiment, splitting, streams_of(experiment), seed, data)
 
 
 def make_twin(experiment: Experiment, seed: int, data: Pool | Task | None = None) -> Task:
@@ -58,7 +58,7 @@ def make_twin(experiment: Experiment, seed: int, data: Pool | Task | None = None
     if isinstance(data, Task):
         return _shown_validation(data)
     splitting = with_options(Splitting, "[split]", {**split_as_own(experiment, data).split, "tune": True})
-    return _built(experiment, splitting, twins_of(_streams(experiment)), seed, data)
+    return _built(experiment, splitting, twins_of(streams_of(experiment)), seed, data)
 
 
 def _shown_validation(task: Task) -> Task:
@@ -76,7 +76,8 @@ def _shown_validation(task: Task) -> Task:
     )
 
 
-def _streams(experiment: Experiment) -> dict[str, StreamKind]:
+def streams_of(experiment: Experiment) -> dict[str, StreamKind]:
+    """The kinds of the experiment's streams, by name."""
     return {
         stream.name: with_options(
             _found(STREAMS, "stream kind", stream.kind), f"stream {stream.name!r}", stream.options()

@@ -113,7 +113,7 @@ def train(jobs: Sequence[Job], sessions: Sequence[Session], resume: bool, say: R
 def _begun(job: Job, session: Session, resume: bool, say: Reporter) -> Training:
     own = job.rounds - job.experiment.rounds
     stated = f"{job.title} ({job.experiment.rounds} rounds and {own} of its own)" if own else job.title
-    if resume and job.folder.checkpoints():
+    if resume and job.folder.begun:
         state, progress = job.folder.restore(session.compute.device, say.note)
         progress = _gone_on(job, session, progress, say)
         say.begin(stated, state.round, job.rounds)

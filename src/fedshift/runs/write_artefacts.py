@@ -10,13 +10,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from fedshift.core.context import Context
 from fedshift.core.tree import Tree
-from fedshift.experiment.schema import AdapterSpec
+from fedshift.data.task import Client, Task
+from fedshift.engines.base import Compute
+from fedshift.engines.reference import prepared
+from fedshift.experiment.schema import AdapterSpec, Experiment
 from fedshift.runs.artefact import Artefact, Part, described, difference
-from fedshift.runs.artefact_files import read_config
+from fedshift.runs.artefact_files import CONFIG, read_config
 from fedshift.runs.deployment import Deployment
+from fedshift.runs.known import known_of
 from fedshift.runs.plan import Job
 from fedshift.runs.session import Session
+from fedshift.runs.setup import Setup
 from fedshift.store.files import Damaged, attempt, parsed
 from fedshift.store.folder import artefacts_folder
 from fedshift.store.seal import read_table, table_text
@@ -51,9 +57,7 @@ def write_artefacts(
     for name, tree in trees.items():
         target = folder / folder_name(name)
         if target.is_dir():
-            if (
-                attempt(partial(read_config, target), []) is not None
-            ):  # of a run that was interrupted while it wrote them
+            if _sound(target, []):  # of a run that was interrupted while it wrote them
                 continue
             shutil.rmtree(target)
         artefact = artefact_of(job, session, deployment, name, tree, adapters)
@@ -76,10 +80,11 @@ def lacks_artefacts(job: Job, chooser: str, damaged: list[Damaged]) -> bool:
     )
     if names is None:
         return True
-    sound = [
-        (folder / name).is_dir() and attempt(partial(read_config, folder / name), damaged) is not None for name in names
-    ]
-    return not all(sound)
+    return bool([name for name in names if not _sound(folder / name, damaged)])
+
+
+def _sound(folder: Path, damaged: list[Damaged]) -> bool:
+    return (folder / CONFIG).exists() and attempt(partial(read_config, folder), damaged) is not None
 
 
 def artefact_of(
@@ -87,24 +92,44 @@ def artefact_of(
 ) -> Artefact:
     """What one client of a run serves with: its deployed tree, and what every adapter makes of its training data."""
     client = job.task.client(name)
-    network = session.arch_of(client)
-    setup = replace(session.setup, methods={network: session.setup.methods[network]})
-    config = described(
-        name,
+    origin, network = _origin(job, deployment), session.arch_of(client)
+    return made_of(
+        tree,
+        client,
+        job.task,
         session.setup,
         job.experiment,
         network,
         deployment.ctx,
-        job.task.classes,
         adapters,
-        _origin(job, deployment),
+        origin,
+        session.compute,
     )
+
+
+def made_of(
+    tree: Tree,
+    client: Client,
+    task: Task,
+    setup: Setup,
+    experiment: Experiment,
+    network: str,
+    ctx: Context,
+    adapters: Sequence[AdapterSpec],
+    origin: Mapping[str, Any],
+    compute: Compute,
+) -> Artefact:
+    """The artefact of a deployed tree, with what every adapter makes of the client's training data."""
+    config = described(client.name, setup, experiment, network, ctx, task.classes, adapters, origin)
+    own = replace(setup, methods={network: setup.methods[network]})
     specs = [AdapterSpec(**entry) for entry in config["adapter"]]  # with all settings, as they are at this round
-    made = {spec.title: (spec, setup.adapter(spec, setup.method)) for spec in specs}
-    parts = {
-        title: Part(spec, difference(session.prepared(own, tree, client), tree)) for title, (spec, own) in made.items()
-    }
-    return Artefact(setup, tree, parts, job.task.classes, {**config, "unseen": client in job.task.unseen})
+    parts: dict[str, Part] = {}
+    for spec in specs:
+        adapter = own.adapter(spec, own.method)
+        ready = prepared(adapter, tree, task, client, setup.train.batch_size, compute)
+        parts[spec.title] = Part(spec, difference(ready, tree))
+    known = known_of(own.method, tree, task, client, compute)
+    return Artefact(own, tree, parts, task.classes, {**config, "unseen": client in task.unseen}, known)
 
 
 def _origin(job: Job, deployment: Deployment) -> dict[str, Any]:

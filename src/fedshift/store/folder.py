@@ -88,6 +88,12 @@ class RunFolder:
         """Oldest first."""
         return sorted(self.path.glob("ckpt-*.safetensors"))
 
+    @property
+    def begun(self) -> bool:
+        """Whether there are rounds that a new beginning would throw away."""
+        metrics = self.path / METRICS
+        return bool(self.checkpoints()) or (metrics.exists() and (metrics.is_dir() or metrics.stat().st_size > 0))
+
     def begin(self, config: str) -> None:
         """Make the folder, empty of an earlier attempt."""
         try:
@@ -162,7 +168,8 @@ class RunFolder:
 
     def _newest(self, device: torch.device, note: Callable[[str], object]) -> tuple[State, Progress]:
         damaged: list[Damaged] = []
-        for path in reversed(self.checkpoints()):
+        saved = self.checkpoints() or [self.path / CHECKPOINT.format(0)]
+        for path in reversed(saved):
             found = attempt(partial(self._checkpoint, path, device), damaged)
             if found is not None:
                 for one in damaged:

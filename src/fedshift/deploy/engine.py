@@ -1,0 +1,193 @@
+"""An engine whose clients are elsewhere: what others do with a call is a packet here, and some do not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fedshift.core.adapter import Adapter
+from fedshift.core.context import Context
+from fedshift.core.method import Method
+from fedshift.core.tree import Tree, shapes
+from fedshift.data.task import Task
+from fedshift.deploy.checks import absurd, check_sender, check_shape, rehearsed
+from fedshift.deploy.counting import heard
+from fedshift.deploy.packet import HELD, Handle, Kind, Packet
+from fedshift.engines.base import Reply, Score
+from fedshift.engines.schedule import Plan
+from fedshift.errors import UserError
+from fedshift.runs.artefact import settings_of
+from fedshift.runs.setup import Setup
+
+
+class Exchange(Protocol):
+    """How packets get to parties and answers come back."""
+
+    def sizes(self) -> Mapping[str, int]:
+        """How many images each party trains on, of those that were ever there."""
+
+    def __call__(self, packets: Mapping[str, Packet]) -> Mapping[str, Packet | str]:
+        """The answers within the deadline, by party; a text says why there is none."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a federation agreed on."""
+
+    federation: str  # its id
+    least: int = 1  # a round needs so many sound replies
+    attempts: int = 3  # a round with fewer is asked for again, so often in all
+    factor: float = 100.0  # a reply whose norm is so many times the usual one is left out
+
+
+@dataclass(frozen=True)
+class Remote:
+    """Sends what the session hands to an engine, and gives back the replies that are sound."""
+
+    exchange: Exchange
+    terms: Terms
+    setup: Setup
+    rounds: int
+    clients: int
+    note: Callable[[str], object] = field(default=print, repr=False)
+    keep: Callable[[str], Sequence[int]] = field(default=lambda _: (), repr=False)  # local states to come back to
+
+    def train(
+        self, method: Method, downs: Mapping[str, Tree], locals: Mapping[str, Tree], task: Task, plan: Plan
+    ) -> dict[str, Reply]:
+        """The local work of the parties in ``downs``, or what they give away after the last phases; of who answers."""
+        kind: Kind = "settle" if plan.ctx.ending else "train"
+        network = self._network(method)
+        packets = {
+            name: Packet(
+                kind, {**self._facts(name, plan.ctx, network, locals[name]), "keep": list(self.keep(name))}, down
+            )
+            for name, down in downs.items()
+        }
+        sound: dict[str, Packet] = {}
+        least = 0 if plan.ctx.ending else min(self.terms.least, len(packets))
+        for attempt in range(self.terms.attempts):
+            waiting = {name: packet for name, packet in packets.items() if name not in sound}
+            sound |= self._sound(method, task, plan, waiting)
+            if len(sound) >= least:
+                break
+            if attempt + 1 < self.terms.attempts:
+                self.note(f"round {plan.ctx.round + 1}: {len(sound)} of at least {least} sound replies; asking again")
+        else:
+            raise UserError(
+                f"round {plan.ctx.round + 1}: {len(sound)} of at least {least} parties gave a sound reply; go on with "
+                "fedshift deploy run --resume once more of them are there"
+            )
+        return {name: self._reply(sound[name], plan.ctx, locals[name]) for name in downs if name in sound}
+
+    def evaluate(
+        self, adapter: Adapter, deployed: Mapping[str, Tree], task: Task, parts: Sequence[str], seed: int
+    ) -> dict[tuple[str, str], Score]:
+        """Scores by (client, part) of the parties that answer and agree to tell counts."""
+        method = next(m for m in self.setup.methods.values() if m.arch is adapter.arch)
+        asked = {"adapter": settings_of(adapter), "parts": list(parts)}
+        packets = {
+            name: Packet(
+                "evaluate", {**self.of_models(name, self._network(method), tree), **asked}, without_handle(tree)
+            )
+            for name, tree in deployed.items()
+        }
+        scores: dict[tuple[str, str], Score] = {}
+        for name, answer in self.asked(packets).items():
+            try:
+                found = heard(answer.facts.get("scores", {}), answer.tree, method.arch.classes)
+            except UserError as error:
+                self.note(f"{name!r} is left out of the evaluation: {error}")
+                continue
+            scores |= {(name, part): score for part, score in found.items() if part in parts}
+        return scores
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def asked(self, packets: Mapping[str, Packet]) -> dict[str, Packet]:
+        """The answers that came from whom they were asked of; why others are missing is noted."""
+        answers, fine = self.exchange(packets), dict[str, Packet]()
+        for name, packet in packets.items():
+            answer = answers.get(name, "it is not there")
+            try:
+                if isinstance(answer, str):
+                    raise UserError(answer)
+                check_sender(answer, packet)
+            except UserError as error:
+                self.note(f"{name!r} is left out ({packet.kind}, {_when(packet)}): {error}")
+                continue
+            for said in answer.facts.get("notes", []):
+                self.note(f"{name!r} says: {said}")
+            fine[name] = answer
+        return fine
+
+    def of_models(self, name: str, network: str, tree: Tree) -> dict[str, Any]:
+        """The facts of a packet about the models of one round; ``tree`` is what :meth:`Afar.trained` made."""
+        number = Handle.of(tree).models
+        assert number is not None
+        ctx = Context(number, self.rounds, self.clients, "final")
+        return self._facts(name, ctx, network, tree)
+
+    # ---- inner ---------------------------------------------------------------------------------------------------------
+    def _facts(self, name: str, ctx: Context, network: str, local: Tree) -> dict[str, Any]:
+        handle = Handle.of(local)
+        where = {"round": ctx.round, "rounds": ctx.rounds, "clients": ctx.clients, "stage": ctx.stage}
+        whose = {"federation": self.terms.federation, "client": name, "network": network}
+        return {**whose, **where, "base": handle.base, "settled": handle.settled}
+
+    def _network(self, method: Method) -> str:
+        return next(name for name, own in self.setup.methods.items() if own is method)
+
+    def _sound(self, method: Method, task: Task, plan: Plan, packets: Mapping[str, Packet]) -> dict[str, Packet]:
+        """The answers that are what they must be; a party that says itself that it diverged is not checked further."""
+        answers, network = self.asked(packets), self._network(method)
+        fine: dict[str, Packet] = {}
+        expected: dict[object, Tree] = {}  # by what went down
+        for name, answer in answers.items():
+            down = packets[name].tree
+            key = shapes(down)
+            try:
+                if _finite(answer):
+                    if key not in expected:
+                        client = task.client(name)
+                        expected[key] = rehearsed(method, self.setup, network, task, client, plan.seed, plan.ctx, down)
+                    check_shape(answer.tree, expected[key])
+            except UserError as error:
+                self.note(f"{name!r} is left out of round {plan.ctx.round + 1}: {error}")
+                continue
+            fine[name] = answer
+        downs = {name: packets[name].tree for name in fine}
+        for name, why in absurd({n: p.tree for n, p in fine.items()}, downs, self.terms.factor).items():
+            self.note(f"{name!r} is left out of round {plan.ctx.round + 1}: {why}")
+            del fine[name]
+        return fine
+
+    @staticmethod
+    def _reply(answer: Packet, ctx: Context, local: Tree) -> Reply:
+        """As a session knows it: in place of the local state stands which one it is."""
+        if ctx.ending:
+            return Reply(answer.tree, Handle(Handle.of(local).base, settled=True).slot(), 0.0, 0, _finite(answer))
+        loss, held = answer.facts.get("loss"), answer.facts.get("held") is True
+        return Reply(
+            up=answer.tree,
+            local=Handle(ctx.round + 1).slot() if held else {},
+            loss=float(loss) if isinstance(loss, int | float) else float("nan"),
+            steps=int(answer.facts.get("steps", 0)),
+            finite=_finite(answer),
+        )
+
+
+def without_handle(tree: Tree) -> Tree:
+    """What travels of a tree that has a handle among its slots."""
+    return {slot: leaves for slot, leaves in tree.items() if slot != HELD}
+
+
+def _finite(answer: Packet) -> bool:
+    return answer.facts.get("finite") is True
+
+
+def _when(packet: Packet) -> str:
+    number = packet.facts.get("round")
+    return "at the start" if number is None else f"round {number + (packet.kind == 'train')}"

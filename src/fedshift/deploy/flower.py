@@ -1,0 +1,224 @@
+"""The contact with Flower while a federation runs: packets as records, a grid as an exchange, and the two apps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from fedshift.deploy.federation import Federation
+from fedshift.deploy.keys import same_key
+from fedshift.deploy.kit import ServerKit, party_of
+from fedshift.deploy.log import Log
+from fedshift.deploy.packet import KINDS, Packet
+from fedshift.deploy.party import Party
+from fedshift.deploy.server import carry_out
+from fedshift.errors import UserError
+
+HEADER, TREE = "packet", "tree/"
+PAUSE = 1.0  # seconds between two looks whether somebody has come
+# Flower knows three types of messages; what comes after the dot is ours
+TYPES: Mapping[str, str] = {
+    "hello": "query.hello",
+    "train": "train.train",
+    "settle": "train.settle",
+    "evaluate": "evaluate.evaluate",
+    "serve": "query.serve",
+}
+
+
+def to_records(packet: Packet) -> RecordDict:
+    """A packet as Flower's records: a slot is an array record, everything else a line of JSON."""
+    header = ConfigRecord({"header": packet.header()})
+    arrays = {f"{TREE}{slot}": ArrayRecord(dict(leaves)) for slot, leaves in packet.arrays().items()}
+    return RecordDict({HEADER: header, **arrays})
+
+
+def from_records(records: RecordDict) -> Packet:
+    """The packet again; a sentence if it is none."""
+    try:
+        header = records.config_records[HEADER]["header"]
+        arrays = {
+            key.removeprefix(TREE): dict(record.to_torch_state_dict()) for key, record in records.array_records.items()
+        }
+    except (LookupError, TypeError, ValueError) as error:
+        raise UserError(f"this is no packet of fedshift ({error!r})") from None
+    return Packet.read(str(header), arrays)
+
+
+# ---- the party's side ----------------------------------------------------------------------------------------------------
+def client_app(party: Callable[[Context], Party]) -> ClientApp:
+    """An app that answers packets; it has no code about any method."""
+    app = ClientApp()
+
+    def answer(message: Message, context: Context) -> Message:
+        return Message(to_records(party(context).answer(from_records(message.content))), reply_to=message)
+
+    decorators = {"query": app.query, "train": app.train, "evaluate": app.evaluate}
+    for kind in KINDS:
+        category, action = TYPES[kind].split(".")
+        decorators[category](action)(answer)
+    return app
+
+
+@cache
+def _party(settings: tuple[tuple[str, Any], ...]) -> Party:
+    return party_of(dict(settings))
+
+
+def node_app() -> ClientApp:
+    """The app of ``fedshift deploy client``: everything it needs is in the node's own settings and on its own disk."""
+    return client_app(lambda context: _party(tuple(sorted(context.node_config.items()))))
+
+
+# ---- the server's side ---------------------------------------------------------------------------------------------------
+@dataclass
+class GridExchange:
+    """Packets through a grid. It knows a party by its key, or without keys by what it says at its first hello."""
+
+    grid: Grid
+    federation: Federation
+    note: Callable[[str], object]
+    nodes: dict[str, int] = field(default_factory=dict)  # who is there now
+    _sizes: dict[str, int] = field(default_factory=dict)
+    _met: dict[int, str] = field(
+        default_factory=dict
+    )  # nodes that said hello, and what is wrong with them, if anything
+
+    def sizes(self) -> Mapping[str, int]:
+        """How many images each party trains on, of those that were ever there."""
+        return self._sizes
+
+    def gather(self, wait: float, patience: float) -> None:
+        """Wait for all parties; after ``wait`` seconds for as many as a round needs, after ``patience`` no longer."""
+        began, least = time.monotonic(), self.federation.spec.least
+        self._look()
+        while len(self.nodes) < len(self.federation.names):
+            waited = time.monotonic() - began
+            missing = ", ".join(name for name in self.federation.names if name not in self.nodes)
+            if waited > wait and len(self.nodes) >= least:
+                self.note(f"starting without {missing}")
+                return
+            if waited > patience:
+                there = f"{len(self.nodes)} of at least {least} parties"
+                raise UserError(f"{there} are there after {patience:.0f} s; missing: {missing}")
+            time.sleep(PAUSE)
+            self._look()
+
+    def __call__(self, packets: Mapping[str, Packet]) -> Mapping[str, Packet | str]:
+        """The answers within the deadline, by party; a text says why there is none."""
+        self._look()
+        there = {name: packet for name, packet in packets.items() if name in self.nodes}
+        found: dict[str, Packet | str] = dict.fromkeys(packets, "it is not connected")
+        deadline = self.federation.spec.deadline
+        found |= dict.fromkeys(there, f"it did not answer within {deadline:g} s")
+        by_node = {self.nodes[name]: name for name in there}
+        for node, answer in self._sent({self.nodes[name]: packet for name, packet in there.items()}, deadline):
+            if node in by_node:
+                found[by_node[node]] = answer
+        return found
+
+    def _sent(self, packets: Mapping[int, Packet], deadline: float) -> Iterable[tuple[int, Packet | str]]:
+        messages = [
+            Message(to_records(packet), node, TYPES[packet.kind], ttl=deadline, group_id=str(packet.facts.get("round")))
+            for node, packet in packets.items()
+        ]
+        replies = self.grid.send_and_receive(messages, timeout=deadline) if messages else []
+        for reply in replies:
+            node = reply.metadata.src_node_id
+            try:
+                if reply.has_error():
+                    raise UserError(_plain(reply.error.reason or "it failed"))
+                yield node, from_records(reply.content)
+            except UserError as error:
+                yield node, str(error)
+
+    def _look(self) -> None:
+        """See who is there; who is new says hello first."""
+        nodes = {node.node_id: node.public_key for node in self.grid.get_nodes()}
+        keyed = {node: self._by_key(key) for node, key in nodes.items()}
+        for node in [node for node in nodes if not self.federation.spec.insecure and keyed[node] is None]:
+            if node not in self._met:
+                self._met[node] = ""
+                self.note("a node whose key belongs to no party is connected; it is not asked")
+        new = [node for node in nodes if node not in self._met]
+        hello = {
+            node: Packet(
+                "hello", {"federation": self.federation.id, **({"client": who} if (who := keyed[node]) else {})}
+            )
+            for node in new
+        }
+        for node, answer in self._sent(hello, self.federation.spec.deadline):
+            if node in hello:
+                self._greet(node, answer, keyed[node])
+        self.nodes = {name: node for node, name in self._met.items() if name and node in nodes}
+
+    def _greet(self, node: int, answer: Packet | str, keyed: str | None) -> None:
+        try:
+            if isinstance(answer, str):
+                raise UserError(answer)
+            name = _checked_hello(answer, self.federation, keyed)
+            if self._met.get(self.nodes.get(name, -1)) == name and self.nodes[name] != node and keyed is None:
+                raise UserError(f"it says it is {name!r}, who is there already")
+        except UserError as error:
+            self.note(f"{keyed or 'a node'} cannot take part: {error}")
+            return  # it may have been mended when it is looked at again
+        self._met = {**{old: who for old, who in self._met.items() if who != name}, node: name}
+        self._sizes[name] = int(answer.facts["samples"])
+
+    def _by_key(self, key: bytes) -> str | None:
+        return next((p.name for p in self.federation.spec.party if p.key and same_key(p.key, key)), None)
+
+
+def _checked_hello(answer: Packet, federation: Federation, keyed: str | None) -> str:
+    """The name of a party that means the same as the server does."""
+    name, samples = answer.facts.get("client"), answer.facts.get("samples")
+    if keyed is not None and name != keyed:
+        raise UserError(f"it says it is {name!r}, but its key is that of {keyed!r}")
+    if name not in federation.names:
+        raise UserError(f"it says it is {name!r}, who is no party of this federation")
+    if answer.facts.get("federation") != federation.id:
+        raise UserError("its federation.toml or experiment.toml is not that of the server")
+    if not isinstance(samples, int) or not 0 < samples < 1 << 40:
+        raise UserError(f"it says it trains on {samples!r} images")
+    if answer.facts.get("classes") != federation.spec.classes or answer.facts.get("shape") != federation.spec.shape:
+        raise UserError("its classes or image sizes are not those of the federation")
+    return str(name)
+
+
+def _plain(reason: str) -> str:
+    """What a party's app said when it failed, without the name of the error's class."""
+    return reason.partition(":<'")[2].removesuffix("'>") or reason
+
+
+def server_app() -> ServerApp:
+    """The app of ``fedshift deploy run``; which federation it is stands in the run's settings."""
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        kit = ServerKit(Path(str(context.run_config["folder"])))
+        with Log(kit.log) as log:
+            serve(grid, kit.federation, kit.runs, bool(context.run_config["resume"]), log)
+
+    return app
+
+
+def serve(grid: Grid, federation: Federation, out: Path, resume: bool, log: Log) -> None:
+    """Carry a federation's run out over a grid; a mistake of a person is one sentence in the log."""
+    try:
+        exchange = GridExchange(grid, federation, log.note)
+        log.note(f"federation {federation.spec.name} ({federation.id}): waiting for parties")
+        exchange.gather(federation.spec.wait, federation.spec.deadline)
+        folder = carry_out(federation, exchange, out, resume, log)
+        log.note(f"finished: {folder.path}")
+    except UserError as error:
+        log.note(f"error: {error}")
+        raise

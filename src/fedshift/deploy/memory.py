@@ -1,0 +1,73 @@
+"""What a party keeps on its own disk between messages: its local states, by round.
+
+A message names the round whose local state it continues from. So a party keeps that one and the one it has just made: if
+its reply is lost, or the server goes back to its last checkpoint, the right one is still there. Those of rounds that were
+best on validation stay as long as the server may come back to them. Files are written whole or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedshift.core.tree import Tree
+from fedshift.errors import UserError
+from fedshift.store.trees import load, save
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A folder of one party in one federation: another federation has another folder.
+
+    >>> import tempfile, torch
+    >>> memory = Memory(Path(tempfile.mkdtemp()) / "clinics-1f")
+    >>> for number in (1, 2, 3):
+    ...     memory.keep(number, {"model": {"w": torch.ones(1)}}, others=[number - 1])
+    >>> memory.rounds(), memory.recall(1)
+    ([2, 3], None)
+    """
+
+    folder: Path
+
+    def recall(self, round_: int) -> Tree | None:
+        """The local state after this many rounds; None if it is not there, or damaged."""
+        return _read(self._file(round_))
+
+    def keep(self, round_: int, local: Tree, others: Iterable[int] = ()) -> None:
+        """Write a local state, then forget all but it and ``others``."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save(self._file(round_), {"local": local}, {"round": round_})
+        for old in set(self.rounds()) - {round_, *others}:
+            self._file(old).unlink(missing_ok=True)
+
+    def rounds(self) -> list[int]:
+        """Of which local states are there."""
+        return sorted(int(path.stem.removeprefix("round-")) for path in self.folder.glob("round-*.safetensors"))
+
+    def settled(self, round_: int) -> Tree | None:
+        """What the party kept after the last phases of this round's models."""
+        return _read(self._settled(round_))
+
+    def keep_settled(self, round_: int, local: Tree) -> None:
+        """Write it, and forget those of other rounds."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save(self._settled(round_), {"local": local}, {"round": round_})
+        for old in self.folder.glob("settled-*.safetensors"):
+            if old != self._settled(round_):
+                old.unlink(missing_ok=True)
+
+    def _file(self, round_: int) -> Path:
+        return self.folder / f"round-{round_:06d}.safetensors"
+
+    def _settled(self, round_: int) -> Path:
+        return self.folder / f"settled-{round_:06d}.safetensors"
+
+
+def _read(path: Path) -> Tree | None:
+    if not path.is_file():
+        return None
+    try:
+        return load(path)[0]["local"]
+    except (UserError, LookupError):
+        return None

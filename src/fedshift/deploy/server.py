@@ -1,0 +1,80 @@
+"""The whole of a federation's run at the server: rounds, scores, snapshot, and at last an artefact at every party."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedshift.deploy.engine import Exchange, Remote, without_handle
+from fedshift.deploy.federation import Federation
+from fedshift.deploy.packet import Packet
+from fedshift.deploy.session import ServerJob, pinned
+from fedshift.engines.base import Compute
+from fedshift.engines.torch_flags import steady
+from fedshift.errors import UserError
+from fedshift.experiment.schema import AdapterSpec
+from fedshift.runs.finish import finish
+from fedshift.runs.identity import config_of
+from fedshift.runs.plan import Twin, check_unfinished, check_writable
+from fedshift.runs.progress import Reporter
+from fedshift.store.folder import RunFolder
+
+
+def job_of(federation: Federation, sizes: Mapping[str, int], out: Path) -> ServerJob:
+    """The run of a federation; its folder does not depend on who happens to be there."""
+    experiment, spec, seed = federation.experiment, federation.method, federation.spec.seed
+    task = federation.roster(sizes)
+    setup = federation.setup(task)
+    config = config_of(experiment, spec, {}, seed, task, setup)
+    folder = RunFolder.of(out, federation.spec.name, spec.title, seed, config)
+    return ServerJob(experiment, {}, setup, task, seed, folder, config, Twin(experiment, seed, task))
+
+
+def carry_out(federation: Federation, exchange: Exchange, out: Path, resume: bool, say: Reporter) -> RunFolder:
+    """Train, score and hand over; what is done already is not done again. The run folder is one like every other."""
+    compute = Compute()
+    job = job_of(federation, exchange.sizes(), out)
+    check_unfinished([job], resume, restart=False)
+    check_writable([job])
+    engine = Remote(
+        exchange,
+        federation.terms,
+        job.setup,
+        federation.experiment.rounds,
+        len(federation.names),
+        note=lambda text: say.note(f"{job.title}: {text}"),
+        keep=lambda name: pinned(job.folder.path).get(name, ()),
+    )
+    with steady():
+        finish([job], engine, compute, resume, say)
+        _serve(job, engine, compute, say)
+    return job.folder
+
+
+def _serve(job: ServerJob, engine: Remote, compute: Compute, say: Reporter) -> None:
+    """Let every party write its artefact, of the round that validation chose."""
+    session = job.session(engine, compute, say)
+    real = [spec for spec in job.setup.spec.adapters if spec.name != "none"]
+    choosers = [spec.title for spec in job.setup.spec.validated(job.experiment.evaluate)]
+    validated = job.folder.history().validated
+    for chooser in ["", *choosers]:
+        say.doing(f"{job.title}: artefacts")
+        adapters = [spec for spec in real if (spec.title if spec.title in choosers else "") == chooser]
+        state = job.folder.best(compute.device, chooser)
+        about = {"chooser": chooser, "run": job.title, "selection": "best-val" if validated else "last"}
+        packets: dict[str, Packet] = {}
+        for name, tree in session.deploy(state).trained().items():
+            facts = engine.of_models(name, session.arch_of(job.task.client(name)), tree)
+            listed = {"adapters": [_entry(spec) for spec in adapters]}
+            packets[name] = Packet("serve", {**facts, **about, **listed}, without_handle(tree))
+        served = engine.asked(packets)
+        if missing := [name for name in packets if name not in served]:
+            raise UserError(
+                f"no artefact was written at {', '.join(missing)}: repeat with --resume once they are there, nothing is "
+                "trained again"
+            )
+
+
+def _entry(spec: AdapterSpec) -> dict[str, Any]:
+    return {"name": spec.name, **({"label": spec.label} if spec.label else {}), **spec.options()}

@@ -1,0 +1,141 @@
+"""What a client's own images look like to its model: with it, whoever serves the model can tell when others arrive.
+
+It is made when a model is deployed, because it takes training and validation images, and these stay where they are: the
+artefact holds class means, directions of spread and one number for each validation image, never an image.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from fedshift.core.arch import Output
+from fedshift.core.method import Method
+from fedshift.core.tree import Tensors, Tree
+from fedshift.data.task import Client, Task
+from fedshift.engines.base import Compute
+from fedshift.engines.reference import EVALUATION_CHUNK, pixels
+
+AXES = 64  # directions whose spread is told apart; all others share one
+LEAST = 16  # images of either part: fewer say nothing
+MOST = 1000  # images of either part that are looked at
+SURE = 0.95  # how often a model should be right where it is said to be sure
+
+
+@dataclass(frozen=True)
+class Known:
+    """Class means of features with one spread for all classes, and the scores of images that were not used for them.
+
+    Features of a class are taken as a Gaussian whose covariance all classes share: ``spread`` along the ``axes`` of largest
+    variance, ``rest`` in every other direction. ``energy``, ``distance``, ``confidence`` and ``right`` belong to the same
+    validation images.
+    """
+
+    means: Tensor  # [classes that were there, features]
+    axes: Tensor  # [features, directions]
+    spread: Tensor  # [directions]: variances
+    rest: Tensor  # []: the variance of any other direction
+    energy: Tensor  # [n]
+    distance: Tensor  # [n]
+    confidence: Tensor  # [n]
+    right: Tensor  # bool [n]: whether the model's answer was
+    answered: Tensor  # int64 [outputs]: how often each class was the answer
+
+    @staticmethod
+    def of(training: Output, labels: Tensor, validation: Output, truth: Tensor) -> Known | None:
+        """From what a model says about training images and about validation images; None where they are too few.
+
+        >>> h = torch.cat([torch.randn(50, 4), torch.randn(50, 4) + 9])
+        >>> y = torch.arange(2).repeat_interleave(50)
+        >>> known = Known.of(Output(h[:, :2], h, {}, {}), y, Output(h[:, :2], h, {}, {}), y)
+        >>> bool(known.distances(torch.full((1, 4), 99.0)) > known.distance.max())
+        True
+        """
+        if min(len(labels), len(truth)) < LEAST:
+            return None
+        features, labels = training.features.double().cpu(), labels.cpu()
+        classes = labels.unique()
+        means = torch.stack([features[labels == number].mean(0) for number in classes])
+        centred = features - means[torch.searchsorted(classes, labels)]
+        variances, axes = _principal(centred, len(labels) - len(classes))
+        size = features.shape[1]
+        count = min(AXES, size, max(1, len(labels) // 4))
+        floor = max(float(variances.sum()) / size * 1e-3, 1e-12)
+        left = float(variances[count:].sum()) / max(size - count, 1)
+        shape = (means, axes[:, :count], variances[:count].clamp(min=floor), torch.tensor(max(left, floor)).double())
+        means, axes, spread, rest = (leaf.float().contiguous() for leaf in shape)
+        logits = validation.logits.double().cpu()
+        empty = torch.zeros(0)
+        known = Known(means, axes, spread, rest, empty, empty, empty, empty.bool(), empty.long())
+        return Known(
+            *(means, axes, spread, rest),
+            energy=energy_of(logits).float(),
+            distance=known.distances(validation.features.cpu()),
+            confidence=logits.softmax(1).amax(1).float(),
+            right=logits.argmax(1) == truth.cpu(),
+            answered=logits.argmax(1).bincount(minlength=logits.shape[1]),
+        )
+
+    def distances(self, features: Tensor) -> Tensor:
+        """From the nearest class mean, in standard deviations: the Mahalanobis distance."""
+        features = features.to(self.means)
+        along = (features @ self.axes)[:, None] - (self.means @ self.axes)[None]
+        whole = torch.cdist(features, self.means).square()
+        within = along.square()
+        rest = (whole - within.sum(2)).clamp(min=0) / self.rest
+        return ((within / self.spread).sum(2) + rest).amin(1).sqrt()
+
+    @property
+    def sure(self) -> float:
+        """The least confidence from which on nearly all answers to validation images were right; infinite if none is."""
+        order = self.confidence.argsort(descending=True)
+        share = self.right[order].double().cumsum(0) / torch.arange(1, len(order) + 1)
+        good = (share >= SURE).nonzero().flatten()
+        good = good[good >= LEAST // 2]
+        return float(self.confidence[order[good[-1]]]) if len(good) else math.inf
+
+    def tensors(self) -> Tensors:
+        """As a file holds it."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @staticmethod
+    def from_tensors(tensors: Tensors) -> Known:
+        """From a file."""
+        return Known(**{field.name: tensors[field.name] for field in fields(Known)})
+
+
+@torch.no_grad()
+def known_of(method: Method, tree: Tree, task: Task, client: Client, compute: Compute) -> Known | None:
+    """Of a client's training and validation images; None if it has few, or if its model gives no numbers for them."""
+    parts = [index[:MOST] for index in (client.train, client.val)]
+    if min(map(len, parts)) < LEAST:
+        return None
+    training, validation = (_outputs(method, tree, task, index, compute) for index in parts)
+    numbers = (*training[:2], *validation[:2])
+    if not all(leaf.shape[1] and leaf.isfinite().all() for leaf in numbers):
+        return None
+    return Known.of(training, task.labels[parts[0]], validation, task.labels[parts[1]])
+
+
+def _outputs(method: Method, tree: Tree, task: Task, index: Tensor, compute: Compute) -> Output:
+    chunks = (pixels(task.images, some, compute.dtype).to(compute.device) for some in index.split(EVALUATION_CHUNK))
+    found = [method.predict(tree, x) for x in chunks]
+    return Output(torch.cat([one.logits for one in found]), torch.cat([one.features for one in found]), {}, {})
+
+
+def energy_of(logits: Tensor) -> Tensor:
+    """The free energy: high where no class has evidence.
+
+    >>> energy_of(torch.tensor([[0.0, 0.0], [9.0, 0.0]])).argmax().item()
+    0
+    """
+    return -logits.logsumexp(-1)
+
+
+def _principal(centred: Tensor, freedom: int) -> tuple[Tensor, Tensor]:
+    """Variances along the principal directions, largest first, and the directions as columns."""
+    _, values, directions = torch.linalg.svd(centred, full_matrices=False)
+    return values.square() / max(freedom, 1), directions.T
