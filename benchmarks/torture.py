@@ -21,6 +21,11 @@ import typer
 app = typer.Typer(help="What becomes of runs when everything goes wrong.", pretty_exceptions_enable=False)
 
 
+@app.callback()
+def parts() -> None:
+    """Each part is a command."""
+
+
 @app.command()
 def damage(
     part: Annotated[str, typer.Option(help="K/N: the K-th of N parts of all trials.")] = "1/1",

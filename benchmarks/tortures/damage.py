@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from benchmarks.tortures.world import Outcome, Tally, command, contents, differences, killed_at, run_words
+from benchmarks.tortures.world import Outcome, Tally, command, contents, differences, killed_at, prepare, run_words
 
 SETTINGS = {
     "rounds": "3", "checkpoint-every": "1", "evaluate.adapted": "true", "evaluate.features": "5",
@@ -21,7 +21,6 @@ SETTINGS = {
 }  # fmt: skip
 LOST = ("metrics.jsonl", "best", "ckpt")  # how files begin that cannot be made again
 LATE = 60  # the operation on files at which a run is killed: it has a checkpoint then, and a best state
-Change = Callable[[bytes, random.Random], bytes]
 
 
 def _flipped(content: bytes, chance: random.Random) -> bytes:
@@ -29,17 +28,19 @@ def _flipped(content: bytes, chance: random.Random) -> bytes:
     return content[:place] + bytes([content[place] ^ (1 << chance.randrange(8))]) + content[place + 1 :]
 
 
-WAYS: dict[str, Change] = {
-    "emptied": lambda content, chance: b"",
-    "halved": lambda content, chance: content[: len(content) // 2],
-    "cut at a line": lambda content, chance: content[: content[: len(content) * 2 // 3].rfind(b"\n") + 1],
-    "garbled": lambda content, chance: chance.randbytes(len(content)),
-    "zeroed": lambda content, chance: bytes(len(content)),
-    "a bit flipped": _flipped,
-    "a table": lambda content, chance: b'{"a": {"b": [1, null]}}\n',
-    "a list": lambda content, chance: b"[1, 2]\n",
-    "other settings": lambda content, chance: b"seed = 'x'\nmethod = 3\n",
-}
+def ways(content: bytes, chance: random.Random) -> dict[str, bytes]:
+    """What may have become of a file."""
+    return {
+        "emptied": b"",
+        "halved": content[: len(content) // 2],
+        "cut at a line": content[: content[: len(content) * 2 // 3].rfind(b"\n") + 1],
+        "garbled": chance.randbytes(len(content)),
+        "zeroed": bytes(len(content)),
+        "a bit flipped": _flipped(content, chance),
+        "a table": b'{"a": {"b": [1, null]}}\n',
+        "a list": b"[1, 2]\n",
+        "other settings": b"seed = 'x'\nmethod = 3\n",
+    }
 
 
 class World:
@@ -47,6 +48,7 @@ class World:
 
     def __init__(self, base: Path) -> None:
         self.base, self.copy = base, base / "copy"
+        prepare(base)
         for name in ("finished", "interrupted", "never"):
             words = run_words(base / name, SETTINGS, "--engine", "sequential")
             killed = name == "interrupted"
@@ -70,7 +72,7 @@ class World:
             ["cost-to-target", self.copy, "--target", "5"],
             ["join", run, "--data", client],
             ["join", self.copy, "--method", "fedbn", "--data", client, "--adapter", "bn"],
-            ["export", run, "--client", "pen", "--adapter", "bn"],
+            ["export", run, "--client", "north", "--adapter", "bn"],
             ["export", run, "--unseen"],
             ["show", run, "--by", "client"],
             ["inspect", run, "--samples", "3"],
@@ -83,8 +85,7 @@ def damages(folder: Path, chance: random.Random) -> Iterator[tuple[Path, str, Ca
     """Every file of a run with every way to damage it."""
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"):
         content = path.read_bytes()
-        for way, change in WAYS.items():
-            changed = change(content, chance) if content else b"x"
+        for way, changed in ways(content, chance).items() if content else ():
             if changed != content:
                 yield path.relative_to(folder), way, _writer(changed)
         yield path.relative_to(folder), "deleted", Path.unlink
@@ -117,11 +118,13 @@ def torture(base: Path, part: int = 1, of: int = 1, seed: int = 0, step: int = 1
             damage(target)
             tally.count("damaged files")
             mending = run_words(world.copy, SETTINGS, "--engine", "sequential")
-            words = [["show", world.copy], turn, mending] if kind == "finished" else [["show", world.copy]]
-            for own in [*words, [*mending, "--resume"]]:
-                ended = command(*own)
-                several = kind == "finished" and own == ["show", world.copy]
-                _judge(tally, f"{kind}, {name} {way}, {own[0]}", ended, target, several)
+            reading = ["show", world.copy] if number % 2 or kind == "interrupted" else turn
+            for words in (reading, mending, [*mending, "--resume"]):
+                ended = command(*words)
+                several = kind == "finished" and words == ["show", world.copy]
+                _judge(tally, f"{kind}, {name} {way}, {words[0]}", ended, target, several)
+                if not ended.code and words is mending:
+                    break
             _nothing_lost(tally, f"{kind}, {name} {way}", target, name, before, whole)
     return tally
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import io
 import json
 import os
 import signal
@@ -14,7 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from fedshift.cli import main
@@ -22,9 +27,11 @@ from fedshift.store.trees import load
 
 CLOCK = {"seconds", "memory-grown", "memory-peak", "seal"}
 SMALL = {
-    "baselines": "false", "data.size": "8", "data.limit": "150", 'data.domains': '["pen", "paper", "china"]',
-    "split.unseen": '["china"]', "model.name": "mlp", "model.hidden": "[4]", "train.local-epochs": "1", "name": "small",
+    "baselines": "false", "data.columns": '{image="image", label="label", client="clinic"}', "data.size": "8",
+    "split.unseen": '["south"]', "model.name": "mlp", "model.hidden": "[4]", "train.local-epochs": "1", "name": "small",
+    "stream": '[{name="original", kind="original"}]',
 }  # fmt: skip
+CLIENTS = ("north", "east", "south")
 
 
 @dataclass(frozen=True)
@@ -115,9 +122,39 @@ def command(*words: object, before: Callable[[], object] = lambda: None) -> Outc
     return outcome(*fork([str(word) for word in words], before))
 
 
+def prepare(base: Path) -> None:
+    """Data for small experiments, and everything imported and used once: processes begin with what this one has.
+
+    They draw no pictures, which take longer than all the rest and are no part of a run.
+    """
+    torch.set_num_threads(1)
+    os.environ["FEDSHIFT_CACHE"] = str(base / "cache")
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for k in range(180):
+        label = k % 3
+        pixels = torch.randint(0, 100, (8, 8), dtype=torch.uint8, generator=generator)
+        pixels[2 * label : 2 * label + 3] += 120
+        picture = io.BytesIO()
+        Image.fromarray(pixels.numpy()).save(picture, "PNG")
+        rows.append({"image": {"bytes": picture.getvalue()}, "label": label, "clinic": CLIENTS[k % 7 % 3]})
+    pq.write_table(pa.Table.from_pylist(rows), base / "clinics.parquet")
+    for module in ("pictures", "task"):
+        importlib.import_module(f"fedshift.results.plots.{module}").save = lambda *_: None
+    for module in ("inspect", "join", "export"):
+        importlib.import_module(f"fedshift.{module}")
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        for engine in ("sequential", "vmapped"):
+            words = run_words(base / "warm", {"rounds": "1", "name": engine}, "--engine", engine)
+            sys.argv = ["fedshift", *words]
+            with contextlib.suppress(SystemExit):
+                main()
+
+
 def run_words(out: Path, settings: dict[str, str], *more: str) -> list[str]:
-    """``fedshift run`` of a small experiment."""
-    changes = [part for key, value in {**SMALL, **settings}.items() for part in ("-c", f"{key}={value}")]
+    """``fedshift run`` of a small experiment; its data lie beside the folder of runs."""
+    source = {"data.source": f"parquet:{out.parent / 'clinics.parquet'}"}
+    changes = [part for key, value in {**source, **SMALL, **settings}.items() for part in ("-c", f"{key}={value}")]
     return ["run", *changes, "--out", str(out), *more]
 
 

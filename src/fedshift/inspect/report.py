@@ -322,8 +322,10 @@ def _weights(looks: Sequence[Look]) -> list[dict[str, Any]]:
 def _check(folder: Path) -> None:
     """Find out before the work, not after, that a folder cannot be made or written."""
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise HostError(f"{folder} cannot be written; choose another folder with --out")
+    if not nearest.is_dir():
+        raise UserError(f"{folder} cannot be written; choose another folder with --out")
+    if not os.access(nearest, os.W_OK):
+        raise HostError(f"{folder} may not be written; choose another folder with --out")
 
 
 def _write(folder: Path, files: dict[str, bytes | str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 
 from fedshift.engines.base import Compute, Engine
@@ -13,7 +14,7 @@ from fedshift.runs.session import Session
 from fedshift.runs.train import train
 from fedshift.store.costs import measured, published_by
 from fedshift.store.files import MISSING, Damaged, attempt
-from fedshift.store.folder import read_config
+from fedshift.store.folder import CONFIG, read_config
 from fedshift.store.lock import locked
 from fedshift.store.toml import toml_text
 
@@ -43,11 +44,14 @@ def _complete(job: Job) -> bool:
 
 def _mend_config(job: Job, say: Reporter) -> None:
     """The settings of a run are known from the name of its folder, so that damaged ones can be written again."""
-    damaged: list[Damaged] = []
-    if job.folder.checkpoints() or job.folder.done:
-        attempt(lambda: read_config(job.folder.path), damaged)
+    if not job.folder.begun:
+        return
+    damaged, text = list[Damaged](), toml_text(job.config)
+    found = attempt(lambda: read_config(job.folder.path), damaged)
+    if found is not None and not job.folder.strict and found != tomllib.loads(text):  # half of a file may be one too
+        damaged.append(Damaged(job.folder.path / CONFIG, "it has other settings"))
     for one in damaged:
-        job.folder.write_config(toml_text(job.config))
+        job.folder.write_config(text)
         say.note(f"{one.path} was {'missing' if one.why == MISSING else f'damaged ({one.why})'} and is written again")
 
 

@@ -253,8 +253,10 @@ class RunFolder:
         files.write(target, content)
 
     def write_config(self, config: str) -> None:
-        """Its settings, as TOML."""
-        self.write(CONFIG, seal.toml_sealed(config))
+        """Its settings, as TOML; without a seal where an older version has begun the run without one."""
+        metrics = self.path / METRICS
+        old = metrics.is_file() and metrics.stat().st_size > 0 and b'"seal"' not in metrics.read_bytes()
+        self.write(CONFIG, config if old else seal.toml_sealed(config))
 
     def end(self, facts: Mapping[str, Any]) -> None:
         """Training has ended."""

@@ -136,7 +136,7 @@ def read_toml(path: Path, must: bool = False, remedy: str = "") -> dict[str, Any
     text = read_text(path, remedy)
     content, found, seal = text.rpartition(COMMENT)
     table = parsed(path, lambda: tomllib.loads(text), remedy=remedy)
-    if found and seal.split(maxsplit=1)[:1] not in ([EDITED], [digest_of(content.encode())]):
+    if found and not seal.startswith(EDITED) and text != toml_sealed(content):
         raise Damaged(path, BROKEN, remedy)
     if must and not found:
         raise Damaged(path, NONE, remedy)
