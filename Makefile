@@ -7,7 +7,7 @@ CONSTRAINTS ?= constraints.txt
 # for machines that can fetch nothing: a folder of unpacked wheels beside what their Python has
 WHEELS ?= .wheels
 
-.PHONY: demo quick test test-system test-grid test-all gpu gpu-speed lint format clean
+.PHONY: demo quick test test-system test-grid test-all gpu gpu-speed docs lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/fedshift run
@@ -39,6 +39,10 @@ gpu-speed:
 	PYTHONPATH=$(WHEELS):src:. $(PYTHON) benchmarks/speed.py gpu
 	PYTHONPATH=$(WHEELS):src:. $(PYTHON) benchmarks/speed.py gpu-tf32
 
+# the site, into site/: without network, strict, its notebook run on the way
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(BIN)/python -m mkdocs build --quiet --strict
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -56,4 +60,4 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 clean:
-	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv runs site .pytest_cache .mypy_cache .ruff_cache

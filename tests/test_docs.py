@@ -1,32 +1,50 @@
-"""What the documentation shows must run, and what is generated must be up to date."""
+"""What the documentation shows must run, what is generated must be up to date, and the site must stand on its own."""
 
 from __future__ import annotations
 
+import ast
+import doctest
+import json
 import os
 import re
 import subprocess
 import sys
+from html import unescape
+from importlib import import_module
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
+from fedshift.core.registry import ADAPTERS, METHODS
+
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md")])
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+MADE = re.compile(
+    r"(methods|adapters|api)/[\w-]+\.md|reference/(models|partitions|streams|presets|pairs)\.md|results/index\.md"
+)
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def script_runs(script: Path, folder: Path) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
 def test_python_examples_run(page: Path, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
-    script.write_text("\n".join(blocks(page, "python")))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    script.write_text("\n".join(blocks(page, "python")), encoding="utf-8")
+    script_runs(script, tmp_path)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")], ids=lambda page: page.stem)
@@ -35,25 +53,231 @@ def test_toml_examples_parse(page: Path, tmp_path: Path) -> None:
 
     for text in blocks(page, "toml"):
         path = tmp_path / "example.toml"
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         assert Experiment.load(path).data.source.startswith("parquet:")
 
 
 @pytest.mark.system
-def test_the_catalogue_is_up_to_date() -> None:
+def test_what_is_listed_is_up_to_date() -> None:
     script = """
-import sys
-sys.path.insert(0, "docs")
-import generate
-lists = generate.made()
-print(generate.as_text(lists) == generate.LISTED.read_text())
-print(generate.catalogue(lists) == (generate.HERE / "reference" / "catalogue.md").read_text())
+from docs import generate
+from fedshift import catalogue
+print(catalogue.as_text(catalogue.made()) == generate.LISTED.read_text(encoding="utf-8"))
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "True"], "run: python docs/generate.py --text"
+    assert done.stdout.split() == ["True"], "run: python docs/generate.py --text"
 
 
 def test_links_lead_somewhere() -> None:
+    """On disk, or to a page that the site makes; those are followed when it is built."""
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if target.startswith("http"):
+                continue
+            found = (page.parent / target).resolve()
+            made = found.is_relative_to(DOCS) and MADE.fullmatch(found.relative_to(DOCS).as_posix())
+            assert found.exists() or (made and page != ROOT / "README.md"), f"{page.name}: {target}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+# ---- examples -------------------------------------------------------------------------------------------------------
+def test_there_are_five_short_examples() -> None:
+    named = {"own_data", "own_network", "own_method", "own_adapter", "unseen_hospital"}
+    assert {path.stem for path in EXAMPLES} == named
+    assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 60 for path in EXAMPLES)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_run(path: Path, tmp_path: Path) -> None:
+    assert script_runs(path, tmp_path)
+
+
+# ---- what the site is made of ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("module", ["docs.builder.equations", "docs.builder.docstrings", "docs.builder.measured"])
+def test_the_builders_examples_hold(module: str) -> None:
+    assert doctest.testmod(import_module(module)).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("w <- sum_k p_k w_k", "w←∑kpkwk"),
+        ("(mu / 2) |w - w_t|^2", "(μ/2)|w−wt|2"),
+        ("psi~ = psi - inner_lr grad_psi l", "ψ~=ψ−inner-lr∇ψl"),
+        ("<Delta_k, psi_k> >= 0", "⟨Δk,ψk⟩≥0"),
+    ],
+)
+def test_equations_are_drawn(text: str, shown: str) -> None:
+    from docs.builder.equations import mathml
+
+    drawn = mathml(text, {"inner_lr"})
+    assert unescape(re.sub(r"<[^>]+>", "", drawn)) == shown
+    ElementTree.fromstring(drawn)  # every tag that is opened is closed
+
+
+def test_code_is_not_taken_for_an_equation() -> None:
+    from docs.builder.equations import to_markdown
+
+    text = "``lam = 0`` is Local, ``[train] weights`` and ``num_batches_tracked`` stay code, ``w_k`` does not."
+    drawn = to_markdown(text, {"lam"})
+    assert re.findall(r"`([^`]+)`", drawn) == ["lam = 0", "[train] weights", "num_batches_tracked"]
+    assert drawn.count("<math>") == 1
+
+
+def test_every_public_name_is_documented() -> None:
+    from docs.builder import api
+
+    assert api.undocumented() == []
+    assert list(api._silent(ast.parse("class A:\n    '''Says.'''\n    def b(self): ...\ndef _c(): ..."))) == ["A.b"]
+
+
+def test_costs_are_known_of_all() -> None:
+    kept = json.loads((DOCS / "builder" / "costs.json").read_text(encoding="utf-8"))
+    assert (set(kept["methods"]), set(kept["adapters"])) == (set(METHODS), set(ADAPTERS)), (
+        "run: python docs/generate.py --costs"
+    )
+
+
+@pytest.mark.system
+def test_costs_are_those_that_are_counted(tmp_path: Path) -> None:
+    from docs.builder import counting
+
+    kept = json.loads((DOCS / "builder" / "costs.json").read_text(encoding="utf-8"))
+    run = counting.trained("fedrep", tmp_path)
+    assert counting.of_method(run) == kept["methods"]["fedrep"]
+
+
+def test_rows_of_results_find_their_method() -> None:
+    from docs.builder import measured
+
+    quoted = measured.quoted("methods", "fedthe")
+    assert "| FedTHE+ | 86.4 (90.6) |" in quoted
+    assert "| FedAvg | 59.5 (64.3) |" in quoted
+    assert "| Ditto |" not in quoted
+
+
+def test_all_questions_are_answered() -> None:
+    text = (DOCS / "explanation" / "faq.md").read_text(encoding="utf-8")
+    asked = re.findall(r"(?m)^## (\d+)\. .*\?.* \{ #(\d+) \}$|^## (\d+)\. .* \{ #(\d+) \}$", text)
+    assert [next(filter(None, found)) for found in asked] == [str(number) for number in range(1, 23)]
+
+
+def test_the_notebook_is_kept_without_outputs() -> None:
+    cells = json.loads((DOCS / "tutorials" / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+    assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells)
+
+
+def test_pictures_know_every_package() -> None:
+    from docs.pictures import draw
+
+    from tests.test_imports import MAY
+
+    spots = draw.places(MAY)
+    assert set(spots) == set(MAY)
+    assert len(set(spots.values())) == len(spots)
+    assert all(spots[user][1] < spots[used][1] for user, below in MAY.items() for used in below)
+    assert all(draw.words(name) for name in MAY)
+
+
+# ---- the site -------------------------------------------------------------------------------------------------------
+def build(configuration: Path, into: Path) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--quiet",
+        "--strict",
+        "-f",
+        str(configuration),
+        "-d",
+        str(into),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocstrings", reason='the site needs pip install "fedshift[docs]"')
+    into = tmp_path_factory.mktemp("site")
+    done = build(ROOT / "mkdocs.yml", into)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return into
+
+
+@pytest.mark.system
+def test_the_site_has_a_page_for_everything(site: Path) -> None:
+    for kind, registry in (("methods", METHODS), ("adapters", ADAPTERS)):
+        for name, entry in registry.items():
+            text = (site / kind / f"{name}.html").read_text(encoding="utf-8")
+            heads = re.findall(r'<h2 id="([\w-]+)"', text)
+            assert heads == ["what-it-does", "options", "whom-it-meets", "costs", "presets", "results", "the-code"], (
+                name
+            )
+            assert not entry.year or entry.paper.replace("&", "&amp;").replace("'", "&#39;") in text.replace(
+                "'", "&#39;"
+            )
+    assert "<math" in (site / "methods" / "fedavg.html").read_text(encoding="utf-8")
+    for page in PAGES[1:]:
+        if page.is_relative_to(DOCS):
+            assert (site / page.relative_to(DOCS).with_suffix(".html")).exists(), page
+    front = (site / "api" / "index.html").read_text(encoding="utf-8")
+    import fedshift
+
+    assert all(f'id="fedshift.{name}"' in front for name in fedshift.__all__)
+
+
+@pytest.mark.system
+def test_the_notebook_was_run(site: Path) -> None:
+    text = (site / "tutorials" / "notebook.html").read_text(encoding="utf-8")
+    assert 'class="output"' in text
+    assert list((site / "tutorials").glob("notebook-*.png"))
+
+
+@pytest.mark.system
+def test_the_site_asks_nobody_else(site: Path) -> None:
+    """No font, script, style or picture from elsewhere; links for people to follow are another matter."""
+    for page in [*site.rglob("*.html"), *site.rglob("*.css")]:
+        text = page.read_text(encoding="utf-8")
+        fetched = re.findall(r"""<(?:script|img|iframe|source)[^>]*\ssrc=["']?(https?:[^"'\s>]+)""", text)
+        fetched += re.findall(
+            r"""<link[^>]*rel=["']?(?:stylesheet|preload|preconnect|icon)[^>]*href=["']?(https?:[^"'\s>]+)""", text
+        )
+        fetched += re.findall(r"""(?:@import|url\()\s*["']?(https?:[^"')]+)""", text) if page.suffix == ".css" else []
+        assert not fetched, page
+
+
+@pytest.mark.system
+def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocstrings", reason='the site needs pip install "fedshift[docs]"')
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("[there](nowhere.md)\n", encoding="utf-8")
+    whole = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    kept = re.sub(r"(?ms)^(hooks|nav|plugins|extra_css|validation):.*?(?=^\w|\Z)", "", whole)
+    rules = re.search(r"(?ms)^validation:.*?(?=^\w|\Z)", whole)
+    assert rules is not None
+    (tmp_path / "mkdocs.yml").write_text(kept + rules[0], encoding="utf-8")
+    done = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode != 0
+    assert "nowhere.md" in done.stdout + done.stderr
+
+
+@pytest.mark.system
+def test_an_undocumented_name_fails_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = pytest.importorskip("docs.builder.hooks", reason='the site needs pip install "fedshift[docs]"')
+    monkeypatch.setattr(hooks.api, "undocumented", lambda: ["fedshift.thing"])
+    with pytest.raises(hooks.PluginError, match=r"without a docstring: fedshift\.thing"):
+        hooks.on_files([], None)
+
+
+@pytest.mark.system
+def test_the_pictures_can_be_drawn(tmp_path: Path) -> None:
+    command = [sys.executable, "docs/pictures/draw.py", "--png", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {path.stem for path in tmp_path.glob("*.png")} == {"walk", "imports", "problem"}

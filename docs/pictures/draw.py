@@ -1,13 +1,16 @@
-"""Draws the pictures of ``docs/explanation/design.md``: the walk, and who may import whom (read from the test's rule).
+"""Draws the pictures of the design (the walk, and who may import whom, read from the test's rule) and of the home page.
 
-python docs/pictures/draw.py            # writes walk.svg and imports.svg beside this file
+python docs/pictures/draw.py            # writes walk.svg, imports.svg and problem.svg beside this file
 python docs/pictures/draw.py --png DIR  # the same as PNG, to look at
 """
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -43,7 +46,7 @@ def box(axes: Axes, centre: Point, text: str, colour: str, width: float = 100, h
     head, *rest = text.split("\n")
     lines = len(rest) + 1
     for number, line in enumerate([head, *rest]):
-        place = y + 13 * (number - (lines - 1) / 2)
+        place = y + 12 * (number - (lines - 1) / 2)
         weight, size = ("bold", 8.6) if number == 0 else ("normal", 7.4)
         axes.text(x, place, line, ha="center", va="center", fontsize=size, fontweight=weight, color=INK, zorder=3)
 
@@ -101,29 +104,56 @@ def _legend(axes: Axes, x: float, y: float) -> None:
         axes.text(left + 20, y, word, va="center", fontsize=7.4, color=INK)
 
 
-PLACES: Mapping[str, Point] = {
-    "core": (400, 422), "measures": (690, 422),
-    "blocks": (176, 350), "models": (322, 350), "data": (468, 350), "store": (614, 350),
-    "systems": (58, 278), "methods": (176, 278), "adapters": (294, 278), "engines": (468, 278),
-    "results": (690, 206), "experiment": (322, 206),
-    "runs": (468, 134),
-    "inspect": (322, 62), "join": (468, 62), "export": (614, 62), "serve": (176, 62),
-    "deploy": (738, 62),
-}  # fmt: skip
-WORDS = {
-    "core": "the contract", "measures": "from probabilities",
-    "blocks": "what methods share", "models": "networks", "data": "tasks, streams",
-    "store": "run folders", "systems": "five papers", "methods": "one file each", "adapters": "one file each",
-    "engines": "who does the work", "results": "tables, plots, pages", "experiment": "TOML, presets",
-    "runs": "plan, session, artefact", "inspect": "what was learnt", "join": "unseen clients",
-    "export": "models for elsewhere", "deploy": "parties on Flower", "serve": "models behind HTTP",
-}  # fmt: skip
-COLOURS = {
-    "core": NOUN,
-    **dict.fromkeys(("systems", "methods", "adapters", "models"), SOFT),
-    **dict.fromkeys(("runs", "join", "inspect", "export", "deploy", "serve"), FILE),
-}
-NARROW = ("systems", "methods", "adapters")
+ROW, TALL = 82, 56  # from one layer to the next, and a box
+SHEET = 900
+
+
+def layers(may: Mapping[str, set[str]]) -> list[list[str]]:
+    """Packages from below: each above all that it may import; one that imports nothing just beneath those who use it.
+
+    >>> layers({"core": set(), "toml": set(), "data": {"core"}, "runs": {"data", "toml"}})
+    [['core'], ['data', 'toml'], ['runs']]
+    """
+    level = dict.fromkeys(may, 0)
+    for _ in may:
+        level = {name: 1 + max((level[used] for used in may[name]), default=-1) for name in may}
+    users = {name: [level[user] for user in may if name in may[user]] for name in may}
+    level |= {name: min(users[name]) - 1 for name in may if users[name] and not may[name]}
+    return [[name for name in may if level[name] == row] for row in range(max(level.values()) + 1)]
+
+
+def places(may: Mapping[str, set[str]]) -> dict[str, Point]:
+    """Where the boxes stand: layer above layer, each box near those that it has arrows to and from."""
+    rows = layers(may)
+    edges = reduced(may)
+    near = {name: [b if a == name else a for a, b in edges if name in (a, b)] for name in may}
+    top = 66 + ROW * (len(rows) - 1)
+    for _ in range(6):
+        spots = {
+            name: (SHEET * (number + 0.5) / len(row), float(top - ROW * level))
+            for level, row in enumerate(rows)
+            for number, name in enumerate(row)
+        }
+        rows = [
+            sorted(row, key=lambda name: _middle([spots[n][0] for n in near[name]] or [spots[name][0]])) for row in rows
+        ]
+    return spots
+
+
+def _middle(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def words(package: str) -> str:
+    """What a package is: its own first sentence, as far as the first colon or semicolon."""
+    text = (
+        ast.get_docstring(
+            ast.parse((HERE.parents[1] / "src" / "fedshift" / package / "__init__.py").read_text(encoding="utf-8"))
+        )
+        or ""
+    )
+    first = re.split(r"[:;.]( |$)", text.replace("``", "").replace("\n", " "))[0]
+    return "\n".join(textwrap.wrap(first, 23, max_lines=3, placeholder=" ..."))
 
 
 def reduced(may: Mapping[str, set[str]]) -> list[tuple[str, str]]:
@@ -141,33 +171,37 @@ def reduced(may: Mapping[str, set[str]]) -> list[tuple[str, str]]:
 
 def imports() -> Figure:
     """Who may import whom: the rule of ``tests/test_imports.py``."""
-    from tests.test_imports import MAY
+    from tests.test_imports import ALONE, MAY, PLUGINS, TOP
 
-    figure, axes = canvas(800, 480)
+    spots = places(MAY)
+    height = max(y for _, y in spots.values()) + 62
+    figure, axes = canvas(SHEET, height)
     for user, used in reduced(MAY):
-        (x0, y0), (x1, y1) = PLACES[user], PLACES[used]
-        if y0 == y1:
-            side = 57 if x1 > x0 else -57
-            arrow(axes, (x0 + side, y0), (x1 - side, y1))
-        else:
-            lean = max(-40.0, min(40.0, (x1 - x0) / 6))  # arrows of one box leave side by side
-            arrow(axes, (x0 + lean, y0 + 20), (x1 - lean, y1 - 20))
-    arrow(axes, (404, 134), (176, 258), dashed=True, bend=0.25)
-    axes.text(
-        118, 158, "dashed: by name, through\nthe registries in core", fontsize=7.4, color=INK, ha="center", va="center"
-    )
-    for name, place in PLACES.items():
-        width = 110 if name in NARROW else 130
-        box(axes, place, f"{name}\n{WORDS[name]}", COLOURS.get(name, WORK), width)
-    note = "cli/, catalogue.py and doctor.py stand on top"
-    axes.text(400, 22, note, fontsize=7.8, ha="center", va="center", color=INK)
+        (x0, y0), (x1, y1) = spots[user], spots[used]
+        lean = max(-40.0, min(40.0, (x1 - x0) / 6))  # arrows of one box leave side by side
+        arrow(axes, (x0 + lean, y0 + TALL / 2), (x1 - lean, y1 - TALL / 2))
+    (x0, y0), (x1, y1) = spots["runs"], max(spots[name] for name in PLUGINS)
+    arrow(axes, (x0 - 68, y0), (x1, y1 - TALL / 2), dashed=True, bend=0.15)
+    note = "dashed: by name, through\nthe registries in core"
+    axes.text(110, y0, note, fontsize=7.4, color=INK, ha="center", va="center")
+    crowd = max(len(row) for row in layers(MAY))
+    width = min(136.0, SHEET / crowd - 10)
+    roof = set(layers(MAY)[-1])
+    for name, spot in spots.items():
+        colour = NOUN if name == "core" else SOFT if name in PLUGINS else FILE if name in roof else WORK
+        box(axes, spot, f"{name}\n{words(name)}", colour, width, TALL)
+    files = sorted(name for name in ALONE if name not in {"__init__.py", "errors.py"})
+    note = f"{', '.join(f'{name}/' for name in sorted(TOP))}, {', '.join(files)} stand on top"
+    axes.text(SHEET / 2, 22, note, fontsize=7.8, ha="center", va="center", color=INK)
     note = "An arrow goes from who imports to who is imported; what follows from other arrows is left out."
-    axes.text(400, 464, note, fontsize=7.4, ha="center", va="center", color=INK)
+    axes.text(SHEET / 2, height - 16, note, fontsize=7.4, ha="center", va="center", color=INK)
     return figure
 
 
 if __name__ == "__main__":
-    pictures = {"walk": walk(), "imports": imports()}
+    from docs.pictures.problem import problem
+
+    pictures = {"walk": walk(), "imports": imports(), "problem": problem()}
     if "--png" in sys.argv:
         target = Path(sys.argv[sys.argv.index("--png") + 1])
         for name, figure in pictures.items():

@@ -51,9 +51,9 @@ def report() -> list[str]:
     ]
     for extra, (module, purpose) in EXTRAS.items():
         if importlib.util.find_spec(module):
-            lines.append(f"  [green]yes[/] {extra}: {purpose} ({module} {_version(module)})")
+            lines.append(f"  yes {extra}: {purpose} ({module} {_version(module)})")
         else:
-            lines.append(rf'  [yellow]no [/] {extra}: {purpose}; install with: pip install "fedshift\[{extra}]"')
+            lines.append(f'  no  {extra}: {purpose}; install with: pip install "fedshift[{extra}]"')
     return lines
 
 

@@ -10,9 +10,9 @@ import torch
 
 import fedshift
 from fedshift.core.tree import Tree
-from fedshift.deploy.flower import from_records, to_records
 from fedshift.deploy.memory import Memory
 from fedshift.deploy.packet import Packet
+from fedshift.deploy.records import from_records, to_records
 from fedshift.errors import UserError
 from tests.deploy.parties import InProcess
 from tests.test_engines_agree import gap

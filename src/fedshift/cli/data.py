@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fedshift.cli.app import app
-from fedshift.cli.printing import Format, console, escaped, wants_json
+from fedshift.cli.printing import Format, console, wants_json
 
 
 @app.command()
@@ -53,5 +53,5 @@ def data(
         return
     screen.print(task_table(task))
     for line in task_lines(task):
-        screen.print(escaped(line), highlight=False)
-    screen.print(f"Written: {', '.join(map(str, written))}", highlight=False, soft_wrap=True)
+        screen.print(line)
+    screen.print(f"Written: {', '.join(map(str, written))}", soft_wrap=True)

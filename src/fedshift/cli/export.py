@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedshift.cli.app import app
-from fedshift.cli.printing import console, escaped
+from fedshift.cli.printing import console
 
 
 @app.command()
@@ -62,6 +62,6 @@ def export(
             model=network,
             device=device,
         )
-    screen.print(f"[bold]{escaped(headline(exported))}", highlight=False, soft_wrap=True)
+    screen.print(headline(exported), style="bold", soft_wrap=True)
     for line in lines(exported):
-        screen.print(escaped(line), highlight=False, soft_wrap=True)
+        screen.print(line, soft_wrap=True)

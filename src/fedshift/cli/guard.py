@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from rich.console import Console
+from rich.text import Text
 
-from fedshift.cli.printing import escaped
 from fedshift.errors import HostError, UserError
+from fedshift.results.plain import Screen, plain
 
 
 class _Stopped(BaseException):
@@ -70,13 +70,13 @@ def guarded(command: Callable[[], Any]) -> NoReturn:
 
 
 def _refuse(error: UserError) -> int:
-    _say(f"[bold red]error:[/] {escaped(str(error))}")
+    _say(Text.assemble(("error:", "bold red"), f" {plain(str(error), lines=False)}"))
     return error.exit_code
 
 
-def _say(text: str) -> None:
+def _say(text: str | Text) -> None:
     with contextlib.suppress(OSError):  # then there is nobody to tell
-        Console(stderr=True, soft_wrap=True).print(text, highlight=False)
+        Screen(stderr=True, soft_wrap=True).print(text)
 
 
 def _speak_anything() -> None:
@@ -94,6 +94,6 @@ def _flushed() -> bool:
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):  # who closes a pipe has seen enough
-            _say(f"[bold red]error:[/] {escaped(str(HostError.of(error, 'the output')))}")
+            _refuse(HostError.of(error, "the output"))
         return False
     return True

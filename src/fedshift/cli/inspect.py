@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedshift.cli.app import app
-from fedshift.cli.printing import Format, console, escaped, wants_json
+from fedshift.cli.printing import Format, console, wants_json
 
 
 @app.command()
@@ -39,11 +39,9 @@ def inspect(
             screen.print(table)
     own = [f"{entry['name']}: {note}" for entry in found["runs"] for note in entry["notes"]]
     for note in dict.fromkeys([*found["notes"], *own]):
-        screen.print(f"- {escaped(note)}", highlight=False)
+        screen.print(f"- {note}")
     folder = out or path / "inspect"
-    screen.print(
-        f"Page: {folder / 'inspect.html'}, numbers: {folder / 'inspect.json'}", highlight=False, soft_wrap=True
-    )
+    screen.print(f"Page: {folder / 'inspect.html'}, numbers: {folder / 'inspect.json'}", soft_wrap=True)
 
 
 @app.command(name="cost-to-target")

@@ -6,11 +6,11 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from fedshift.cli.app import app
 from fedshift.cli.printing import Format, console, wants_json
 from fedshift.errors import UserError
+from fedshift.results.plain import Sheet
 
 
 @app.command(name="list")
@@ -28,7 +28,7 @@ def list_(
     if as_json:
         print(json.dumps(rows, indent=1))
         return
-    table = Table()
+    table = Sheet()
     for column in rows[0]:
         table.add_column(column, no_wrap=column == "name", overflow="fold")
     for row in rows:
@@ -43,7 +43,7 @@ def doctor() -> None:
 
     screen = console()
     for line in report():
-        screen.print(line, highlight=False)
+        screen.print(line)
 
 
 def _plain(value: Any) -> str:

@@ -1,14 +1,13 @@
-"""What commands share: the screen, its tables, and text that is only text."""
+"""What commands share: the screen and what is printed on it. Text is given as it is: the screen has no markup."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from fedshift.errors import UserError
+from fedshift.results.plain import Screen
 
 if TYPE_CHECKING:
     from fedshift.results.advice import Advice
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 Format = Annotated[str, typer.Option("--format", help="table or json")]
 
 
-def print_result(screen: Console, result: Result, rule: str, rules: bool) -> None:
+def print_result(screen: Screen, result: Result, rule: str, rules: bool) -> None:
     """The table, the other measures, the costs, what adapters tell, the three rules side by side, and the notes."""
     screen.print(result.table(rule))
     measures = result.measures_table(rule)
@@ -32,15 +31,15 @@ def print_result(screen: Console, result: Result, rule: str, rules: bool) -> Non
     if result.notes:
         screen.print("Notes:")
     for note in result.notes:
-        screen.print(f"- {escaped(note)}", highlight=False)
+        screen.print(f"- {note}")
 
 
-def print_advice(screen: Console, advice: Advice) -> None:
+def print_advice(screen: Screen, advice: Advice) -> None:
     """What to deploy, in bold, and why."""
     head, *reasons = advice.lines()
-    screen.print(f"[bold]{escaped(head)}[/]", highlight=False, soft_wrap=True)
+    screen.print(head, style="bold", soft_wrap=True)
     for reason in reasons:
-        screen.print(f"- {escaped(reason)}", highlight=False, soft_wrap=True)
+        screen.print(f"- {reason}", soft_wrap=True)
 
 
 def wants_json(format: str) -> bool:
@@ -50,13 +49,8 @@ def wants_json(format: str) -> bool:
     return format == "json"
 
 
-def console() -> Console:
+def console() -> Screen:
     """Where a command prints."""
-    screen = Console()
+    screen = Screen()
     # piped output keeps whole rows instead of wrapping them at a width nobody chose
-    return screen if screen.is_terminal else Console(width=240)
-
-
-def escaped(text: str) -> str:
-    """Text in which brackets are brackets, no markup."""
-    return escape(text)
+    return screen if screen.is_terminal else Screen(width=240)

@@ -58,7 +58,7 @@ def show(
         from fedshift.results.plots.pictures import draw
 
         drawn = [made for name in picture for made in draw(name, result, path, select)]
-        console().print(f"Pictures: {', '.join(map(str, drawn))}", highlight=False, soft_wrap=True)
+        console().print(f"Pictures: {', '.join(map(str, drawn))}", soft_wrap=True)
     elif wants_json(format):
         print(to_json(result))
     else:

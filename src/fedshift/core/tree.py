@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 Tensors: TypeAlias = dict[str, Tensor]
+"""Tensors by name: one slot of a tree."""
 Tree: TypeAlias = dict[str, Tensors]
+"""Slot, name, tensor: a state, a message, a checkpoint, a row of a stack of clients."""
 
 
 def map_tree(function: Callable[..., Tensor], *trees: Tree) -> Tree:

@@ -11,13 +11,16 @@ from pathlib import Path
 
 from fedshift.data._columns import group_hint
 from fedshift.data._pixels import in_threads
-from fedshift.data._rows import SPLITS, Request, Rows, as_codes, facts_of, ordered, refuse_columns, with_hints
+from fedshift.data._rows import SPLITS, Request, Rows, as_codes, facts_of, line, ordered, refuse_columns, with_hints
 from fedshift.data._sheet import find_sheet
 from fedshift.data._source_cache import cached, file_digest
 from fedshift.data.pool import Pool
 from fedshift.errors import UserError
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
+MOST_OTHERS = (
+    200_000  # files without a picture among them, before somebody is asked whether the folder is the right one
+)
 
 
 def folder(request: Request) -> Pool:
@@ -86,14 +89,45 @@ def others(root: Path) -> tuple[str, ...]:
 
 
 def _walk(root: Path) -> tuple[list[str], list[str]]:
+    """Files and folders. Links are followed, but no folder is read twice: loops of links would never end."""
     names: list[str] = []
     folders: list[str] = []
-    for place, below, files in os.walk(root, followlinks=True):
-        below[:] = sorted(name for name in below if not name.startswith((".", "__MACOSX")))
-        here = Path(place).relative_to(root)
-        folders += [(here / name).as_posix() for name in below]
-        names += [(here / name).as_posix() for name in files if not name.startswith(".")]
-    return sorted(names), folders
+    seen = {_identity(folder) for folder in (root, *root.resolve().parents)}
+    todo = [("", root)]
+    while todo:
+        above, folder = todo.pop()
+        try:
+            entries = list(os.scandir(folder))
+        except OSError as error:
+            raise UserError(f'"{folder}" cannot be read: {line(error)}') from error
+        for entry in entries:
+            name = above + entry.name
+            if entry.name.startswith((".", "__MACOSX")):
+                continue
+            if not _is_utf8(name):
+                raise UserError(f'the name of "{name}" in "{root}" is not UTF-8: give it another one')
+            if entry.is_dir():
+                if (identity := _identity(Path(entry.path))) in seen:
+                    raise UserError(f'"{name}" in "{root}" leads to a folder that is there, or above it, already')
+                seen.add(identity)
+                folders.append(name)
+                todo.append((f"{name}/", Path(entry.path)))
+            elif entry.is_file() or not _is_picture(name):
+                names.append(name)
+            else:  # a pipe or a device, which one could read for ever, or a link that leads nowhere
+                raise UserError(f'"{name}" in "{root}" is no ordinary file')
+        if len(names) > MOST_OTHERS and not any(map(_is_picture, names)):
+            raise UserError(f'there are more than {MOST_OTHERS:,} files below "{root}", but no picture among the first')
+    return sorted(names), sorted(folders)
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    there = folder.stat()
+    return there.st_dev, there.st_ino
+
+
+def _is_utf8(name: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def _is_picture(name: str) -> bool:

@@ -1,12 +1,14 @@
-"""Pictures of any format, and arrays of any layout, as uint8 [N, channels, height, width]."""
+"""Pictures of the usual formats, and arrays of any layout, as uint8 [N, channels, height, width]."""
 
 from __future__ import annotations
 
 import io
 import os
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ from fedshift.data._rows import Rows, line
 from fedshift.errors import UserError
 
 MODES = {1: "L", 3: "RGB"}  # channels -> Pillow's name
+# the formats that are read, whatever a file is called: Pillow knows others that start other programs (EPS: Ghostscript)
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+MOST_PIXELS = 100_000_000  # of one picture: a small file may claim to be larger than any memory
 _THREADS = min(8, os.cpu_count() or 1)
 
 
@@ -26,7 +31,8 @@ def decode(rows: Rows, size: int | tuple[int, int] | None, channels: int) -> tup
 
     ``size`` is the side of a square, or width and height; None keeps what is there.
     """
-    first, _ = _picture(rows, 0, size, channels)
+    with _own_limit():
+        first, _ = _picture(rows, 0, size, channels)
     shape = first.shape
     images = np.empty((len(rows.encoded), *shape), dtype=np.uint8)
 
@@ -43,7 +49,8 @@ def decode(rows: Rows, size: int | tuple[int, int] | None, channels: int) -> tup
             kinds[kind] += 1
         return kinds
 
-    total: Counter[str] = sum(in_threads(some, range(0, len(images), 128)), Counter())
+    with _own_limit():
+        total: Counter[str] = sum(in_threads(some, range(0, len(images), 128)), Counter())
     return images, total
 
 
@@ -58,7 +65,8 @@ def decode_readable(
         except Exception as error:  # as below
             return _why(error)
 
-    found = in_threads(one, range(len(rows.encoded)))
+    with _own_limit():
+        found = in_threads(one, range(len(rows.encoded)))
     whole = [item for item in found if not isinstance(item, str)]
     empty = np.empty((0, channels, size[1], size[0]), dtype=np.uint8)
     images = np.stack([pixels for pixels, _ in whole]) if whole else empty
@@ -78,9 +86,25 @@ def _picture(rows: Rows, i: int, size: int | tuple[int, int] | None, channels: i
 
 def _read(item: Any, size: int | tuple[int, int] | None, channels: int) -> tuple[np.ndarray, str]:
     """One image as [channels, height, width], and what it was."""
-    with Image.open(item if isinstance(item, Path) else io.BytesIO(item)) as opened:
+    with open_picture(item if isinstance(item, Path) else io.BytesIO(item)) as opened:
         kind = f"{opened.width}x{opened.height} {opened.mode}"
         return fitted(opened, size, channels), kind
+
+
+def open_picture(file: Path | io.BytesIO) -> Image.Image:
+    """A picture of one of the :data:`FORMATS`, and of no more than :data:`MOST_PIXELS`; nothing is decoded yet."""
+    opened = Image.open(file, formats=FORMATS)
+    if opened.width * opened.height > MOST_PIXELS:
+        raise ValueError(f"it is too large ({opened.width}x{opened.height}, at most {MOST_PIXELS:,} pixels are read)")
+    return opened
+
+
+@contextmanager
+def _own_limit() -> Iterator[None]:
+    """Without Pillow's warning of large pictures, which :func:`open_picture` refuses. Filters hold for all threads."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        yield
 
 
 def _why(error: Exception) -> str:

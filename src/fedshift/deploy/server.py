@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec
 from fedshift.runs.finish import finish
 from fedshift.runs.identity import config_of
+from fedshift.runs.new_folder import new_folder
 from fedshift.runs.plan import Twin, check_unfinished, check_writable
 from fedshift.runs.progress import Reporter
 from fedshift.store.folder import RunFolder
@@ -78,3 +80,17 @@ def _serve(job: ServerJob, engine: Remote, compute: Compute, say: Reporter) -> N
 
 def _entry(spec: AdapterSpec) -> dict[str, Any]:
     return {"name": spec.name, **({"label": spec.label} if spec.label else {}), **spec.options()}
+
+
+def offer(folder: RunFolder, target: Path) -> None:
+    """Put what an unseen party needs of a finished run into a folder of its own; no state of any party is in it."""
+    if target.is_dir():
+        return
+    names = ("config.toml", "metrics.jsonl", "done", "snapshot.safetensors")
+    files = [folder.path / name for name in names]
+    files += [*folder.path.glob("snapshots/*"), *folder.path.glob("adapters/*.jsonl")]
+    with new_folder(target) as place:
+        for path in files:
+            copy = place / path.relative_to(folder.path)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)

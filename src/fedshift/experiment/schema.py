@@ -38,10 +38,20 @@ class Named(BaseModel):
         return {_kebab(key): value for key, value in (self.model_extra or {}).items()}
 
 
+# what lies beside the folders that labels name, and what marks a run folder
+_TAKEN = frozenset({"artefacts", "adapters", "done", "exported", "inspect", "joined", "snapshots"})
+_FILES = (".csv", ".html", ".json", ".jsonl", ".png", ".safetensors", ".toml")
+_LONGEST = 100  # characters of four bytes, with an ending, are more than some disks take; nobody reads more either
+
+
 def _folder_name(value: str) -> str:
     """Labels and names are also names of folders and files."""
     if "/" in value or "\\" in value or value.startswith(".") or value != value.strip() or not value.isprintable():
         raise ValueError(f"{value!r} cannot name a folder: no slashes, no leading dot, no space around it")
+    if value.lower() in _TAKEN or value.lower().endswith(_FILES):
+        raise ValueError(f"{value!r} cannot name a folder: files of fedshift are called so")
+    if len(value) > _LONGEST:
+        raise ValueError(f"{value[:20] + '...'!r} cannot name a folder: it has more than {_LONGEST} characters")
     return value
 
 
@@ -287,6 +297,9 @@ class Experiment(Table):
     @classmethod
     def load(cls, source: str | Path | None = None, overrides: Sequence[str] = ()) -> Experiment:
         """A TOML file, a preset's name, or nothing for the embedded default; with ``key=value`` overrides."""
+        for text in (str(source or ""), *overrides):
+            if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+                raise UserError(f"{text!r} is not UTF-8")
         table = extended(str(source) if source is not None else DEFAULT)
         changes = [assignment(item) for item in overrides]
         scale = next((value for key, value in reversed(changes) if key == ["scale"]), table.get("scale", "full"))

@@ -11,12 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from fedshift.errors import UserError
 from fedshift.results.collect import names_of
 from fedshift.results.cost_table import MIB, short
+from fedshift.results.plain import Sheet
 from fedshift.store.costs import Costs, measured
 from fedshift.store.features import PREFERRED
 from fedshift.store.files import Damaged, attempt
@@ -127,14 +125,14 @@ class Overhead:
             )
         return rows
 
-    def table(self) -> Table:
+    def table(self) -> Sheet:
         """A row for each method, with the definitions beneath."""
         rows = self.rows()
         shown = [key for key in HEADS if key not in WHERE_KNOWN or any(row[key] for row in rows)]
-        table = Table(
+        table = Sheet(
             title=f"What it takes one client to reach {self.target:g} %",
             title_justify="left",
-            caption="\n".join([*self.definition, *map(escape, self.notes)]),
+            caption="\n".join([*self.definition, *self.notes]),
             caption_justify="left",
         )
         table.add_column("method", overflow="fold")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from rich.table import Table
 
 import fedshift
 from fedshift.data.pool import Pool
@@ -25,6 +24,7 @@ from fedshift.inspect.looking import Look, Wish
 from fedshift.inspect.looking import look as look_at
 from fedshift.inspect.pictures import confusion_picture, curve_picture, pad_picture, risk_picture, tsne_picture
 from fedshift.results.collect import collect, names_of
+from fedshift.results.plain import Sheet
 from fedshift.results.plots.pictures import density_picture
 from fedshift.results.result import Result
 from fedshift.results.tables import BROKEN, short_name
@@ -197,9 +197,9 @@ def summary(looks: Sequence[Look]) -> list[dict[str, Any]]:
     return rows
 
 
-def summary_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def summary_table(rows: Sequence[Mapping[str, Any]]) -> Sheet:
     """:func:`summary` for a terminal."""
-    table = Table(
+    table = Sheet(
         title="What was learnt, means over seeds", title_justify="left", caption=SHORT, caption_justify="left"
     )
     table.add_column("method", overflow="fold")
@@ -213,14 +213,14 @@ def summary_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def steps_table(runs: Sequence[Mapping[str, Any]]) -> Table | None:
+def steps_table(runs: Sequence[Mapping[str, Any]]) -> Sheet | None:
     """What adaptation did to the accuracy, for a terminal; None where none was followed."""
     followed = [(entry, entry["curve"]) for entry in runs if entry["curve"] is not None]
     if not followed:
         return None
     last = max(len(curve["points"]) for _, curve in followed) - 1
     caption = "Means over clients. Surest: after the step with the least entropy, which needs no labels to be found."
-    table = Table(title="Adaptation on the learnt loss", title_justify="left", caption=caption, caption_justify="left")
+    table = Sheet(title="Adaptation on the learnt loss", title_justify="left", caption=caption, caption_justify="left")
     table.add_column("run", overflow="fold")
     for head in ("round", "accuracy %\nbefore", "after\n1 step", "surest\n(step)", f"after\n{last}"):
         table.add_column(head, justify="right", no_wrap=True)

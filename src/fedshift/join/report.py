@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from fedshift.join.classification import AVERAGES
 from fedshift.join.joining import Joined
+from fedshift.results.plain import Sheet
 
 MOST = 30  # classes in the table
 
@@ -23,9 +21,9 @@ def headline(joined: Joined) -> str:
     )
 
 
-def summary(joined: Joined) -> Table:
+def summary(joined: Joined) -> Sheet:
     """How many images of which class, how sure, and how right where that is known."""
-    table = Table()
+    table = Sheet()
     known = joined.right is not None
     for column in ("predicted", "images", "mean confidence", *(["right in %"] if known else [])):
         table.add_column(column, justify="left" if column == "predicted" else "right")
@@ -34,7 +32,7 @@ def summary(joined: Joined) -> Table:
         by_class.setdefault(item.label, []).append(i)
     ranked = sorted(by_class, key=lambda label: -len(by_class[label]))
     for label in ranked[:MOST]:
-        table.add_row(escape(label), *_numbers(joined, by_class[label]))
+        table.add_row(label, *_numbers(joined, by_class[label]))
     if len(ranked) > MOST:
         rest = [i for label in ranked[MOST:] for i in by_class[label]]
         table.add_row(f"{len(ranked) - MOST} more classes", *_numbers(joined, rest))
@@ -43,15 +41,15 @@ def summary(joined: Joined) -> Table:
     return table
 
 
-def classes_table(report: Mapping[str, Any]) -> Table:
+def classes_table(report: Mapping[str, Any]) -> Sheet:
     """Answers compared with labels, of the classes with most images."""
-    table = Table(title="Compared with the labels", title_justify="left")
+    table = Sheet(title="Compared with the labels", title_justify="left")
     for column in ("class", "precision", "recall", "F1", "images"):
         table.add_column(column, justify="left" if column == "class" else "right")
     classes: Mapping[str, Mapping[str, Any]] = report["classes"]
     largest = sorted(classes, key=lambda name: -classes[name]["support"])[:MOST]
     for name in (name for name in classes if name in largest):
-        table.add_row(escape(name), *_shares(classes[name]))
+        table.add_row(name, *_shares(classes[name]))
     if len(classes) > MOST:
         table.add_row(f"{len(classes) - MOST} smaller classes: see report.json")
     table.add_section()

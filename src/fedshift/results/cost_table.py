@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from rich.table import Table
+from fedshift.results.plain import Sheet
 
 MIB = 1 << 20
 
@@ -92,7 +92,7 @@ COLUMNS = (
 )
 
 
-def costs_table(rows: Sequence[tuple[Sequence[str], Mapping[str, float]]], heads: Sequence[str]) -> Table:
+def costs_table(rows: Sequence[tuple[Sequence[str], Mapping[str, float]]], heads: Sequence[str]) -> Sheet:
     """A row for every method: its name (and sweep values) under ``heads``, then its costs; definitions are beneath.
 
     >>> table = costs_table([(("fedavg",), {"parameters": 6340.0})], ("method",))
@@ -101,7 +101,7 @@ def costs_table(rows: Sequence[tuple[Sequence[str], Mapping[str, float]]], heads
     """
     columns = [column for column in COLUMNS if column.always or any(costs.get(column.key) for _, costs in rows)]
     meanings = "\n".join(column.meaning for column in columns if column.meaning)
-    table = Table(title="Costs", title_justify="left", caption=meanings, caption_justify="left")
+    table = Sheet(title="Costs", title_justify="left", caption=meanings, caption_justify="left")
     for head in heads:
         table.add_column(head, overflow="fold", min_width=10)
     for column in columns:

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.markup import escape
-from rich.table import Table
 
 from fedshift.errors import UserError
 from fedshift.measures.intervals import Interval, by_subgroup
 from fedshift.measures.measurement import measure_of
 from fedshift.measures.predictions import Predictions
 from fedshift.results.collect import names_of
+from fedshift.results.plain import Sheet
 from fedshift.results.tables import short_name
 from fedshift.store.folder import RunFolder
 from fedshift.store.metric import Metric
@@ -65,17 +64,17 @@ def _column(part: ClientPredictions, column: str) -> Sequence[str]:
     raise UserError(f"there is no column {column!r} beside the predictions; there are: {known}")
 
 
-def subgroups_table(found: Sequence[Subgroup], column: str, measure: str) -> Table:
+def subgroups_table(found: Sequence[Subgroup], column: str, measure: str) -> Sheet:
     """A line for each row, stream and value."""
     title = f"{measure_of(measure).title} by {column}, with 95 % intervals over groups"
-    table = Table(title=escape(title[:1].upper() + title[1:]), title_justify="left")
+    table = Sheet(title=title[:1].upper() + title[1:], title_justify="left")
     for head in ("method", "adapter", "stream", column, measure, "95 % interval", "images", "groups"):
-        table.add_column(escape(head), justify="left" if head in ("method", "adapter", "stream", column) else "right")
+        table.add_column(head, justify="left" if head in ("method", "adapter", "stream", column) else "right")
     for one in found:
         value, low, high, samples, groups = one.found
         span = "-" if low is None or high is None else f"{low:.1f} .. {high:.1f}"
         number = "-" if value is None else f"{value:.1f}"
         stream = short_name(one.metric).replace("\n", " ")
         cells = (one.method, one.adapter, stream, one.value or "(missing)", number, span, str(samples), str(groups))
-        table.add_row(*map(escape, cells))
+        table.add_row(*cells)
     return table

@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from fedshift.errors import UserError
 from fedshift.measures.confusion import Confusion
 from fedshift.measures.measurement import MEASURES
 from fedshift.results.cost_table import costs_table
+from fedshift.results.plain import Sheet
 from fedshift.store.metric import RULES, Metric, Part
 from fedshift.store.rows import ScoreRow
 from fedshift.store.summary import known, mean_and_std
@@ -28,7 +28,7 @@ DIGITS = {"loss": 3}  # behind the point; of the others one
 HEADS: dict[Part, str] = {"client_mean": "mean", "pooled": "pooled", "worst10": "worst 10 %"}
 
 
-def headline_table(result: Result, rule: str, measure: str) -> Table:
+def headline_table(result: Result, rule: str, measure: str) -> Sheet:
     """One measure by method and adapter: all of :data:`HEADS` where there is room, or else the client mean."""
     if rule not in RULES:
         raise UserError(f"there is no selection rule {rule!r}; there are: {', '.join(RULES)}")
@@ -39,7 +39,7 @@ def headline_table(result: Result, rule: str, measure: str) -> Table:
     seeds = max((len(row.seeds) for row in result.rows), default=0)
     named = capitalised(MEASURES[measure].title) + ("" if measure == "loss" else " in %")
     title = f"{named} at {result.choice(rule)}, {seeds} seed{'s' if seeds != 1 else ''}"
-    table = Table(title=title, title_justify="left")
+    table = Sheet(title=title, title_justify="left")
     sweep = _sweep(result)
     for column in ("method", "adapter", *sweep):
         table.add_column(column, no_wrap=True)
@@ -66,7 +66,7 @@ def headline_table(result: Result, rule: str, measure: str) -> Table:
     return table
 
 
-def measures_table(result: Result, rule: str) -> Table | None:
+def measures_table(result: Result, rule: str) -> Sheet | None:
     """All measures side by side, as client means, of every stream if they are few, or else of the mean or the first."""
     every = [metric for metric in result.metrics() if not metric.is_validation]
     means = [metric for metric in every if not metric.model and metric.stream == "mean"]
@@ -75,7 +75,7 @@ def measures_table(result: Result, rule: str) -> Table | None:
         row.scores(metric, rule) and row.scores(metric, rule)[0].measures for row in result.rows for metric in every
     ):
         return None
-    table = Table(title=f"Other measures in %, means over clients, at {result.choice(rule)}", title_justify="left")
+    table = Sheet(title=f"Other measures in %, means over clients, at {result.choice(rule)}", title_justify="left")
     sweep = _sweep(result)
     for column in ("method", "adapter", *sweep, "stream"):
         table.add_column(column, no_wrap=True)
@@ -94,7 +94,7 @@ def measures_table(result: Result, rule: str) -> Table | None:
     return table
 
 
-def classes_table(result: Result, rule: str) -> Table | None:
+def classes_table(result: Result, rule: str) -> Sheet | None:
     """Recall and precision of every class over all clients' samples and seeds, a line for each row and stream."""
     found = {
         (k, metric): _pooled_classes(row.scores(metric, rule))
@@ -105,12 +105,12 @@ def classes_table(result: Result, rule: str) -> Table | None:
     names = list(dict.fromkeys(name for classes in found.values() for name in classes))
     if not names or len(names) > MOST_CLASSES:
         return None
-    table = Table(title=f"Recall / precision of every class in %, at {result.choice(rule)}", title_justify="left")
+    table = Sheet(title=f"Recall / precision of every class in %, at {result.choice(rule)}", title_justify="left")
     sweep = _sweep(result)
     for column in ("method", "adapter", *sweep, "stream"):
         table.add_column(column, no_wrap=True)
     for name in names:
-        table.add_column(escape(name), justify="right")
+        table.add_column(name, justify="right")
     for (k, metric), classes in found.items():
         if classes:
             stream = short_name(metric).replace("\n", " ")
@@ -129,7 +129,7 @@ def _pooled_classes(scores: Sequence[ScoreRow]) -> dict[str, str]:
     return dict(zip(scores[0].classes, texts, strict=True))
 
 
-def rules_table(result: Result) -> Table:
+def rules_table(result: Result) -> Sheet:
     """The client mean under the three selection rules; the oracle only where streams were scored during training.
 
     Of many streams the mean is shown, or else the first few: a terminal is not wider.
@@ -140,7 +140,7 @@ def rules_table(result: Result) -> Table:
     metrics = [metric._replace(name=result.measure) for metric in few]
     shown = {rule for row in result.rows for rule, _ in row.values} - ({"best-val"} if not result.validated else set())
     rules = [rule for rule in RULES if rule in shown]
-    table = Table(title="The same client mean under the selection rules", title_justify="left")
+    table = Sheet(title="The same client mean under the selection rules", title_justify="left")
     sweep = _sweep(result)
     for column in ("method", "adapter", *sweep):
         table.add_column(column, no_wrap=True)
@@ -155,12 +155,12 @@ def rules_table(result: Result) -> Table:
     return table
 
 
-def telemetry_table(result: Result, rule: str) -> Table | None:
+def telemetry_table(result: Result, rule: str) -> Sheet | None:
     """What adapters tell about themselves, as means over samples, clients and seeds; None if none tells anything."""
     metrics = list(dict.fromkeys(metric for row in result.rows for metric in row.telemetry(rule)))
     if not metrics:
         return None
-    table = Table(title=f"What adapters tell, means at {result.choice(rule)}", title_justify="left")
+    table = Sheet(title=f"What adapters tell, means at {result.choice(rule)}", title_justify="left")
     sweep = _sweep(result)
     for column in ("method", "adapter", *sweep, "name"):
         table.add_column(column, no_wrap=True)
@@ -174,7 +174,7 @@ def telemetry_table(result: Result, rule: str) -> Table | None:
     return table
 
 
-def method_costs_table(result: Result) -> Table:
+def method_costs_table(result: Result) -> Sheet:
     """What every method costs, with the definitions beneath; a method's adapters share its row."""
     sweep = _sweep(result)
     first = {(row.method, row.point): row for row in reversed(result.rows)}
@@ -220,16 +220,15 @@ def _cell(
     paper: float | None = None,
     mark: str = "",
     digits: int = 1,
-) -> str:
+) -> Text:
     """A number, bold if it is the best; one that something is wrong with is marked instead."""
-    beside = "" if paper is None else f" [dim]({paper:.2f})[/]"
+    beside = Text("" if paper is None else f" ({paper:.2f})", "dim")
     if number is None:
-        return f"-{beside}"
+        return Text("-").append_text(beside)
     mean, deviation = number
     text = f"{mean:.{digits}f}" + (f" ±{deviation:.{digits}f}" if deviation else "")
-    if mark:
-        return f"{text} {mark}{beside}"
-    return (f"[bold]{text}[/]" if best is not None and abs(mean - best) <= 0.5 * 10**-digits else text) + beside
+    first = not mark and best is not None and abs(mean - best) <= 0.5 * 10**-digits
+    return Text.assemble(f"{text} {mark}" if mark else text, style="bold" if first else "").append_text(beside)
 
 
 def capitalised(text: str) -> str:

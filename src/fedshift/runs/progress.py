@@ -7,9 +7,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Protocol
 
-from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from fedshift.results.plain import Screen, plain
 
 
 class Reporter(Protocol):
@@ -66,17 +67,17 @@ class Silent:
 class Terminal:
     """A bar over all rounds of the experiment with the time that is left; plain lines where there is no terminal."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Screen) -> None:
         self._console = console
         self._bar = Progress(
-            TextColumn("{task.description}", table_column=None),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=28),
             MofNCompleteColumn(),
             TextColumn("rounds"),
             TimeElapsedColumn(),
             TextColumn("eta"),
             TimeRemainingColumn(),
-            TextColumn("[dim]{task.fields[detail]}"),
+            TextColumn("{task.fields[detail]}", style="dim", markup=False),
             console=console,
             transient=True,
             disable=not console.is_terminal,
@@ -86,7 +87,7 @@ class Terminal:
 
     def doing(self, what: str) -> None:
         """Shown beside the bar."""
-        self._bar.update(self._task, detail=what)
+        self._bar.update(self._task, detail=plain(what))
 
     def plan(self, runs: Sequence[tuple[str, int, int]], engine: str, device: str) -> None:
         """One line, then the bar's length is known."""
@@ -95,32 +96,29 @@ class Terminal:
         seeds = {seed for _, seed, _ in runs}
         self._console.print(
             f"{len(runs)} runs: {len(methods)} methods ({', '.join(methods)}), "
-            f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}, {total} rounds; engine {engine} on {device}",
-            highlight=False,
+            f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}, {total} rounds; engine {engine} on {device}"
         )
         self._bar.update(self._task, total=total)
 
     def begin(self, run: str, done: int, rounds: int) -> None:
         """The bar carries the run's name."""
         if done or not self._console.is_terminal:
-            self._console.print(
-                f"[dim]{run}: " + (f"going on after round {done}" if done else "training"), highlight=False
-            )
-        self._bar.update(self._task, description=run, advance=done, detail="")
+            self._console.print(f"{run}: " + (f"going on after round {done}" if done else "training"), style="dim")
+        self._bar.update(self._task, description=plain(run), advance=done, detail="")
 
     def skip(self, run: str, rounds: int) -> None:
         """Said, because it explains the speed."""
-        self._console.print(f"[dim]{run}: finished before, not run again", highlight=False)
+        self._console.print(f"{run}: finished before, not run again", style="dim")
         self._bar.update(self._task, advance=rounds)
 
     def round(self, run: str, number: int, loss: float, best: float) -> None:
         """Loss and the best validation score so far."""
         chosen = f", best val {best:.1f}" if math.isfinite(best) else ""
-        self._bar.update(self._task, description=run, advance=1, detail=f"loss {loss:.3f}{chosen}")
+        self._bar.update(self._task, description=plain(run), advance=1, detail=f"loss {loss:.3f}{chosen}")
 
     def note(self, text: str) -> None:
         """Stays on the screen."""
-        self._console.print(f"[yellow]note:[/] {escape(text)}", highlight=False)
+        self._console.print(Text.assemble(("note:", "yellow"), f" {plain(text)}"))
 
     def close(self) -> None:
         """The bar goes; what was printed stays."""

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from fedshift.data._pixels import fitted
+from fedshift.data._pixels import fitted, open_picture
 from fedshift.data._rows import line
 from fedshift.errors import UserError
 
@@ -66,7 +66,7 @@ def _fitted(image: np.ndarray | Image.Image | str | Path, shape: Sequence[int]) 
     if isinstance(image, Image.Image):
         return fitted(image, (width, height), channels)
     try:
-        with Image.open(image) as opened:
+        with open_picture(Path(image)) as opened:
             return fitted(opened, (width, height), channels)
     except Exception as error:  # Pillow's readers raise whatever their parsers stumble over
         raise UserError(f"the image in {image} cannot be decoded: {line(error)}") from None

@@ -14,10 +14,10 @@ import jinja2
 import numpy as np
 import torch
 from PIL import Image
-from rich.table import Table
 
 from fedshift.data.audit import groups_line, notes
 from fedshift.data.task import Client, Samples, Task
+from fedshift.results.plain import Sheet
 
 MOST_CLIENTS = 60  # shown on a page; a table of ten thousand helps nobody
 
@@ -56,9 +56,9 @@ def task_page(task: Task, path: Path, title: str, needs: str = "", examples: int
     )
 
 
-def task_table(task: Task, most: int = 24) -> Table:
+def task_table(task: Task, most: int = 24) -> Sheet:
     """Clients, sizes and class histograms for a terminal."""
-    table = Table(
+    table = Sheet(
         title=f"task {task.hash}: {len(task.clients)} clients, {len(task.unseen)} unseen", title_justify="left"
     )
     for column in ("client", "train", "val", "test", "groups", "classes", "histogram"):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import FixedFormatter
+
+from fedshift.results.plain import plain
 
 INK, SOFT = "#1f2430", "#8a90a0"
 PALETTE = ("#2b6cb0", "#dd6b20", "#2f855a", "#b83280", "#718096", "#6b46c1")
@@ -23,7 +28,15 @@ def shades(count: int) -> np.ndarray[Any, Any]:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure, and the folder it goes into."""
+    """Write a figure, and the folder it goes into. Names in it are only text: a dollar is a dollar, no formula."""
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
+        text.set_text(plain(text.get_text()))
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        named = axis.get_major_formatter()
+        if isinstance(named, FixedFormatter):
+            axis.set_major_formatter(FixedFormatter([plain(name) for name in named.seq]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context({"font.family": "DejaVu Sans"}):
+    with mpl.rc_context({"font.family": "DejaVu Sans"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a box is drawn instead
         figure.savefig(path, dpi=130, metadata={"Software": "fedshift"})

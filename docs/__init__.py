@@ -1,0 +1,1 @@
+"""The documentation; ``generate.py`` and ``builder/`` make what nobody writes."""

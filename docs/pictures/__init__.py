@@ -1,0 +1,1 @@
+"""Pictures, and what draws them."""
