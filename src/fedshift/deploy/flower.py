@@ -74,8 +74,11 @@ class GridExchange:
             for node, packet in packets.items()
         ]
         replies = self.grid.send_and_receive(messages, timeout=deadline) if messages else []
+        asked = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
         for reply in replies:
             node = reply.metadata.src_node_id
+            if reply.has_error() and node not in packets:  # the server speaks for a node that is gone
+                node = asked.get(reply.metadata.reply_to_message_id, node)
             try:
                 if reply.has_error():
                     raise UserError(_plain(reply.error.reason or "it failed"))

@@ -25,6 +25,7 @@ from fedshift.store.toml import toml_text
 
 CONNECTION = "federation"  # what Flower's settings call our server
 STARTING = 60.0  # seconds a server may take until it answers
+RETURNING, PAUSE = 180.0, 5.0  # seconds for which a node tries to come back, and between two tries
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -233,8 +234,17 @@ def join_in(kit: PartyKit, data: Path, server: str, insecure: bool, device: str,
         command += ["--auth-supernode-private-key", str(kit.secret("node.key"))]
     settings = {"folder": str(kit.folder), "data": str(data.resolve()), "device": device, "shares": shares}
     command += ["--node-config", " ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())]
-    with child(command, kit.home) as process:
-        return process.wait()
+    began = time.monotonic()
+    while True:
+        with child(command, kit.home) as process:
+            code = process.wait()
+        if code == 0 or time.monotonic() - began > RETURNING:
+            return code
+        print(
+            f"trying again in {PAUSE:.0f} s: after a crash the server takes a minute to see that a node is gone",
+            flush=True,
+        )
+        time.sleep(PAUSE)
 
 
 def free_port() -> int:
