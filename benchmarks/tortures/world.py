@@ -31,6 +31,7 @@ SMALL = {
     "split.unseen": '["south"]', "model.name": "mlp", "model.hidden": "[4]", "train.local-epochs": "1", "name": "small",
     "stream": '[{name="original", kind="original"}]',
 }  # fmt: skip
+PLAIN = ("model.safetensors", "known.safetensors", "features.safetensors")  # no trees
 CLIENTS = ("north", "east", "south")
 
 
@@ -183,18 +184,13 @@ def contents(folder: Path, but: Path | None = None) -> dict[str, Any]:
 
 def _content(path: Path) -> Any:
     if path.suffix == ".safetensors":
-        return load_file(path) if path.name == "model.safetensors" else load_any(path)
+        return load_file(path) if path.name in PLAIN else load(path)
     if path.suffix == ".jsonl":
         return [_timeless(json.loads(line)) for line in path.read_text().splitlines()]
     if path.name in ("done", "costs.json"):
         table = json.loads(path.read_text())
         return {key: value for key, value in table.items() if not key.startswith(("seconds", "memory", "seal"))}
     return "" if path.suffix == ".png" else path.read_bytes()
-
-
-def load_any(path: Path) -> Any:
-    """A state with its facts, or the features of a run."""
-    return load_file(path) if path.name == "features.safetensors" else load(path)
 
 
 def _timeless(line: dict[str, Any]) -> dict[str, Any]:
