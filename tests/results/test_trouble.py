@@ -39,16 +39,16 @@ def made(adapter: str, accuracy: float, broken: int = 0, **more: object) -> Row:
 
 
 def shown(result: Result) -> list[str]:
-    return [str(cell) for cell in result.table().columns[2].cells]
+    return [cell.markup for cell in result.table().columns[2].cells]
 
 
 def test_a_broken_score_is_marked_and_never_the_best() -> None:
     assert shown(Result((made("none", 60), made("mine", 90, 9), made("tent", 70)), ())) == [
         "60.0",
         "90.0 !",
-        "[bold]70.0[/]",
+        "[bold]70.0[/bold]",
     ]
-    assert shown(Result((made("none", 60), made("mine", 90, 9)), ())) == ["[bold]60.0[/]", "90.0 !"]
+    assert shown(Result((made("none", 60), made("mine", 90, 9)), ())) == ["[bold]60.0[/bold]", "90.0 !"]
     assert shown(Result((made("none", 60, 1), made("mine", 90, 9)), ())) == ["60.0 !", "90.0 !"]
     rules = Result((made("mine", 90, 9),), ()).rules_table()
     assert [str(cell) for column in list(rules.columns)[2:] for cell in column.cells] == ["90.0 !"] * 2

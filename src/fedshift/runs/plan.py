@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -20,6 +21,8 @@ from fedshift.runs.session import Session
 from fedshift.runs.setup import Network, Setup, make_setup, make_task, make_twin, with_baselines
 from fedshift.store.folder import DONE, RunFolder
 from fedshift.store.lock import check_free
+
+MOST_RUNS = 10_000
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,9 @@ def planned(
     experiment: Experiment, out: Path, network: Network | None, data: Pool | Task | None, say: Reporter
 ) -> Iterator[Job]:
     """Everything that will be run, made and checked before anything runs."""
-    name = experiment.name or "experiment"
+    count = math.prod(map(len, experiment.sweep.values())) * len(experiment.seeds) * len(with_baselines(experiment))
+    if count > MOST_RUNS:
+        raise UserError(f"this experiment asks for {count:,} runs; at most {MOST_RUNS:,} are planned at once")
     told = cache(say.note)  # of several seeds and points only once
     for point, variant in experiment.variants():
         for seed in variant.seeds:
@@ -103,7 +108,7 @@ def planned(
                     )
                 setup.method.prepare_task(task)  # a method refuses a task it cannot work on now, not after hours
                 config = config_of(variant, spec, point, seed, task, setup)
-                folder = RunFolder.of(out, name, spec.title, seed, config)
+                folder = RunFolder.of(out, experiment.name, spec.title, seed, config)
                 yield Job(variant, point, setup, task, seed, folder, config, twin)
 
 

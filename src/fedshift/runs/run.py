@@ -85,6 +85,8 @@ def carry_out(
 ) -> Result:
     """Train and score planned runs of one experiment, and return their results; options as in :func:`run`."""
     say = reporter or Silent()
+    if resume and restart:
+        raise UserError("interrupted runs can be gone on with (resume) or begun again (restart), not both")
     if processes is not None and processes < 1:
         raise UserError(f"at least one run must be made at a time, not {processes}")
     sweep()  # what killed runs left in memory
