@@ -24,6 +24,7 @@ from fedshift.store.lines import RoundLine
 from fedshift.store.metric import Metric
 from fedshift.store.rows import ScoreRow
 from fedshift.store.summary import ClientScore, Summary, mean_over, summarise
+from tests.conftest import unseal
 from tests.results.test_reports import cells, tented
 from tests.runs.test_run import BOTH, SIZES, command, go, lines, tiny
 
@@ -191,6 +192,7 @@ def test_a_diverging_run_says_so(
     assert scores in said
     done = json.loads((result.folders[0] / "done").read_text())
     assert done["best-round"] == -1  # no round had validation that could be chosen by
+    unseal(result.folders[0])
     log = result.folders[0] / "metrics.jsonl"
     log.write_text(log.read_text().replace('"diverged"', '"left-out"'))  # as version 0.1 called it
     assert collect(find_runs(tmp_path)).trouble == (note, scores)
@@ -211,6 +213,7 @@ def test_inspect_notes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_a_client_that_mostly_diverges_is_named(tmp_path: Path) -> None:
     (folder,) = go(tiny(rounds=3), tmp_path).folders
+    unseal(folder)
     log = folder / "metrics.jsonl"
     kept = [json.loads(line) for line in log.read_text().splitlines()]
     log.write_text(
@@ -231,6 +234,7 @@ def test_cost_to_target_never_counts_a_broken_round(tmp_path: Path) -> None:
     (folder,) = go(tiny(rounds=3), tmp_path).folders
     before = overhead(folder, 1.0)
     assert before.runs[0][2].rounds == 1
+    unseal(folder)
     log = folder / "metrics.jsonl"
     kept = [json.loads(line) for line in log.read_text().splitlines()]
     wrong = [{k: {**v, "broken": 1} if isinstance(v, dict) else v for k, v in line.items()} for line in kept]

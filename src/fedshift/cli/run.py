@@ -30,7 +30,8 @@ def run(
     engine: Annotated[
         str,
         typer.Option(
-            help="auto, sequential, parallel or vmapped; all give the same numbers up to rounding (float64: 1e-10)"
+            help="auto, sequential, parallel or vmapped. In float64 they agree to 1e-10; in float32 rounding differs and "
+            "grows from round to round, so compare runs of one engine. Each run writes down its own."
         ),
     ] = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with interrupted runs.")] = False,
