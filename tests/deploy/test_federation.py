@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import fedshift
+from fedshift.deploy.processes import status
 from tests.deploy.real import CPU, PARTIES, Real
 from tests.test_engines_agree import gap
 
@@ -59,13 +60,16 @@ def test_a_federation_with_tls_and_keys(tmp_path: Path) -> None:
         assert [path.name for path in kept.glob("round-*")] == ["round-000001.safetensors"]
         real.take_part("china")
         real.finish()
-        rounds = real.trained("scaffold").history().rounds
-        assert [line.round for line in rounds] == [1, 2]
-        assert rounds[0].participants == 3
-        assert rounds[1].participants in (2, 3)  # it may have been back in time
-        assert real.locals(real.trained("scaffold").last(CPU)).keys() == set(PARTIES)
+        folder = real.trained("scaffold")
+        rounds = folder.history().rounds
+        assert [line.participants for line in rounds] in ([3, 2], [3, 3])  # it may have been back in time
+        assert set(real.locals(folder.last(CPU))) == set(PARTIES)  # its local state is still there
         if rounds[1].participants == 3:
             check_same(real, "scaffold")
+        if "no artefact was written at china" in real.log():
+            real.until(lambda: status(real.kit).parties["china"] == "online", "china")
+            real.run("--resume")
+        assert (kept / "artefacts" / "config.toml").is_file()
 
 
 @pytest.mark.system
@@ -122,8 +126,6 @@ def test_who_is_not_registered_is_refused(tmp_path: Path) -> None:
                     process.kill()
             said = (tmp_path / f"{way}.log").read_text()
             assert "SuperNode ID" not in said, (way, said[-2000:])
-        from fedshift.deploy.processes import status
-
         assert set(status(real.kit).parties.values()) <= {"registered", "offline", "never seen"}
     finally:
         real.end()

@@ -25,6 +25,9 @@ from fedshift.store.toml import toml_text
 
 CONNECTION = "federation"  # what Flower's settings call our server
 STARTING = 60.0  # seconds a server may take until it answers
+# seconds for which a node tries to come back (after a crash it takes the server a minute to see that it is gone), between
+# two tries, and after which a node that ends has not failed to come back
+RETURNING, PAUSE, SETTLED = 180.0, 5.0, 60.0
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -233,8 +236,19 @@ def join_in(kit: PartyKit, data: Path, server: str, insecure: bool, device: str,
         command += ["--auth-supernode-private-key", str(kit.secret("node.key"))]
     settings = {"folder": str(kit.folder), "data": str(data.resolve()), "device": device, "shares": shares}
     command += ["--node-config", " ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())]
-    with child(command, kit.home) as process:
-        return process.wait()
+    failing: float | None = None  # since when
+    while True:
+        began = time.monotonic()
+        with child(command, kit.home) as process:
+            code = process.wait()
+        ended = time.monotonic()
+        failing = ended if failing is None or ended - began > SETTLED else failing
+        if ended - failing > RETURNING:
+            return code or 1
+        print(
+            f"the node has ended (a server that was started anew does not know it); again in {PAUSE:.0f} s", flush=True
+        )
+        time.sleep(PAUSE)
 
 
 def free_port() -> int:

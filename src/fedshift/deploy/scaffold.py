@@ -15,6 +15,7 @@ from PIL import Image
 
 import fedshift
 from fedshift.data.embedded import digits
+from fedshift.data.pool import Pool
 from fedshift.deploy.federation import EXPERIMENT, FEDERATION, PUBLIC, Federation, FederationSpec, PartySpec
 from fedshift.deploy.keys import make_ca, make_node_key, make_server, write_certificate, write_secret
 from fedshift.deploy.kit import PARTY
@@ -59,6 +60,7 @@ def init(
     if not host or not port.isdigit():
         raise UserError(f"the server's address must be HOST:PORT, not {address!r}")
     agreed = _agreed(experiment, seed, classes)
+    pictures = _demo_pictures(parties, agreed.shape[1]) if demo else None
     keys = {name: make_node_key() for name in parties}
     spec = FederationSpec(
         name=experiment.name or folder.name,
@@ -87,8 +89,8 @@ def init(
         for kit, name in zip(kits[1:], parties, strict=True):
             (kit / PARTY).write_text(toml_text({"name": name}), encoding="utf-8")
         _write_words(place, federation, port, dict(zip(parties, kits[1:], strict=True)))
-        if demo:
-            _write_demo(place / "data", parties, agreed.shape[1])
+    if pictures is not None:
+        _write_demo(folder / "data", pictures, parties)
     return federation
 
 
@@ -205,15 +207,18 @@ def _template(name: str) -> jinja2.Template:
     return jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True).from_string(text)
 
 
-def _write_demo(folder: Path, parties: Sequence[str], size: int) -> None:
-    """Pictures of embedded digits, a folder for each class."""
+def _demo_pictures(parties: Sequence[str], size: int) -> Pool:
     pool = digits(size=size)
+    for name in (name for name in parties if name not in pool.domain_names):
+        raise UserError(f"the demo has no data for {name!r}; its parties are {', '.join(pool.domain_names)}")
+    return pool
+
+
+def _write_demo(folder: Path, pool: Pool, parties: Sequence[str]) -> None:
+    """Pictures of embedded digits, a folder for each class."""
     assert pool.domains is not None
     for name in parties:
-        if name not in pool.domain_names:
-            raise UserError(f"the demo has no data for {name!r}; its parties are {', '.join(pool.domain_names)}")
-        rows = (pool.domains == pool.domain_names.index(name)).nonzero().flatten().tolist()
-        for row in rows:
+        for row in (pool.domains == pool.domain_names.index(name)).nonzero().flatten().tolist():
             target = folder / name / pool.classes[int(pool.labels[row])]
             target.mkdir(parents=True, exist_ok=True)
             Image.fromarray(pool.images[row].permute(1, 2, 0).numpy()).save(target / f"{row:05d}.png")

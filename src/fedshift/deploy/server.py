@@ -13,7 +13,6 @@ from fedshift.deploy.packet import Packet
 from fedshift.deploy.session import ServerJob, pinned
 from fedshift.engines.base import Compute
 from fedshift.engines.torch_flags import steady
-from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec
 from fedshift.runs.finish import finish
 from fedshift.runs.identity import config_of
@@ -72,7 +71,7 @@ def _serve(job: ServerJob, engine: Remote, compute: Compute, say: Reporter) -> N
             packets[name] = Packet("serve", {**facts, **about, **listed}, without_handle(tree))
         served = engine.asked(packets)
         if missing := [name for name in packets if name not in served]:
-            raise UserError(
+            say.note(
                 f"no artefact was written at {', '.join(missing)}: repeat with --resume once they are there, nothing is "
                 "trained again"
             )
