@@ -15,7 +15,7 @@ from fedshift.errors import UserError
 from fedshift.results.plain import Screen, plain
 
 
-class _Stopped(BaseException):
+class Stopped(BaseException):
     """Somebody wants the program to end. Not a KeyboardInterrupt: typer keeps those to itself."""
 
     def __init__(self, number: int) -> None:
@@ -29,7 +29,7 @@ def _stoppable() -> Iterator[None]:
 
     def stop(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_DFL)
-        raise _Stopped(number)
+        raise Stopped(number)
 
     # one that somebody chose stays (nohup ignores signals), and only this thread may choose
     chosen = threading.current_thread() is not threading.main_thread()
@@ -52,7 +52,7 @@ def guarded(command: Callable[[], Any]) -> NoReturn:
         said = plain(str(error), lines=False)
         Screen(stderr=True, soft_wrap=True).print(Text.assemble(("error:", "bold red"), f" {said}"))
         sys.exit(2)
-    except _Stopped as stopped:
+    except Stopped as stopped:
         Screen(stderr=True).print("stopped; add --resume to go on from the last checkpoint")
         sys.exit(stopped.code)
     sys.exit(0)

@@ -1,14 +1,16 @@
-"""Runs looked at together: the report, and two of them side by side."""
+"""Runs looked at together: the report, two of them side by side, and all while they go on."""
 
 from __future__ import annotations
 
 import webbrowser
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fedshift.cli.app import app
+from fedshift.cli.guard import Stopped
 from fedshift.cli.printing import Format, console, wants_json
 
 
@@ -60,3 +62,19 @@ def compare(
     screen.print(found.table())
     for note in found.notes:
         screen.print(f"- {note}", soft_wrap=True)
+
+
+@app.command()
+def watch(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="A folder runs are written into.")] = Path("runs"),
+    port: Annotated[int, typer.Option(help="Where on this machine; 0 takes any that is free.")] = 8765,
+    open_it: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+) -> None:
+    """A live page on this machine while runs go on: progress, time left, curves, losses by client, failures. Read-only."""
+    from fedshift.results.pages.live import Live
+
+    with Live(path, port) as server, suppress(Stopped, KeyboardInterrupt):
+        console().print(f"Watching {path}: {server.address} (Ctrl-C ends it; runs go on)", soft_wrap=True)
+        if open_it:
+            webbrowser.open(server.address)
+        server.serve_forever()

@@ -15,7 +15,7 @@ from fedshift.experiment.schema import Experiment
 from fedshift.results.collect import collect
 from fedshift.results.result import Result
 from fedshift.runs.finish import finish
-from fedshift.runs.plan import Job, check_unfinished, check_writable, planned
+from fedshift.runs.plan import Job, check_unfinished, check_writable, planned, write_plan
 from fedshift.runs.progress import Reporter, Silent
 from fedshift.runs.setup import Network, split_as_own
 from fedshift.runs.train import groups
@@ -93,6 +93,7 @@ def carry_out(
             max(len(job.task.clients) for job in jobs),
         )
         check_writable(jobs)
+        write_plan(jobs)
         if processes > 1 and chosen == "parallel":  # the cores are taken
             chosen = "sequential"
         say.plan([(job.setup.spec.title, job.seed, job.rounds) for job in jobs], chosen, str(compute.device))
