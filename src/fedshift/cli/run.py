@@ -36,6 +36,9 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with interrupted runs.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Begin interrupted runs again.")] = False,
     jobs: Annotated[int, typer.Option("--jobs", "-j", help="So many runs at the same time, a process for each.")] = 1,
+    track: Annotated[
+        list[str] | None, typer.Option(help="Also tell tensorboard[:FOLDER], mlflow[:URI] or wandb[:PROJECT].")
+    ] = None,
 ) -> None:
     """Train every method of an experiment, test every adapter, print the table, write the page. Finished parts stay."""
     from fedshift.experiment.schema import Experiment
@@ -43,11 +46,13 @@ def run(
     from fedshift.results.plots.task import task_picture
     from fedshift.runs.progress import Terminal
     from fedshift.runs.run import carry_out, plan
+    from fedshift.track import tracker_of
 
     screen = console()
     chosen = Experiment.load(experiment, change or [])
     if chosen.title:
         screen.print(chosen.title, style="bold")
+    trackers = [tracker_of(text) for text in track or []]
     reporter = Terminal(screen)
     try:
         planned = plan(chosen, out, reporter=reporter)
@@ -59,6 +64,7 @@ def run(
             restart=restart,
             processes=jobs,
             reporter=reporter,
+            trackers=trackers,
         )
     finally:
         reporter.close()

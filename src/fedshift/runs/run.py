@@ -18,9 +18,11 @@ from fedshift.runs.finish import finish
 from fedshift.runs.plan import Job, check_unfinished, check_writable, planned, write_plan
 from fedshift.runs.progress import Reporter, Silent
 from fedshift.runs.setup import Network, split_as_own
+from fedshift.runs.tracking import Tracking
 from fedshift.runs.train import groups
 from fedshift.runs.workers import side_by_side
 from fedshift.store.lock import Occupied
+from fedshift.track.base import Tracker
 
 
 def run(
@@ -35,12 +37,14 @@ def run(
     network: Network | None = None,
     data: Pool | Task | None = None,
     reporter: Reporter | None = None,
+    trackers: Sequence[Tracker] = (),
 ) -> Result:
     """Run an experiment and return its results.
 
     ``network`` is your own ``nn.Module`` (or a function that makes one) instead of ``[model]``; ``data`` your own pool or
     task instead of ``[data]``. Finished runs are read, not run again; unfinished ones need ``resume`` (go on from the
     last checkpoint) or ``restart`` (begin again). ``processes``: so many runs at the same time, a process for each.
+    ``trackers`` are told everything that is written (:mod:`fedshift.track`).
 
     >>> import tempfile
     >>> small = Experiment(rounds=1, baselines=False, data={"size": 8}, model={"name": "mlp", "hidden": [8]})
@@ -51,7 +55,14 @@ def run(
     say = reporter or Silent()
     jobs = plan(experiment, out, network=network, data=data, reporter=say)
     return carry_out(
-        jobs, engine=engine, device=device, resume=resume, restart=restart, processes=processes, reporter=say
+        jobs,
+        engine=engine,
+        device=device,
+        resume=resume,
+        restart=restart,
+        processes=processes,
+        reporter=say,
+        trackers=trackers,
     )
 
 
@@ -77,9 +88,10 @@ def carry_out(
     restart: bool = False,
     processes: int = 1,
     reporter: Reporter | None = None,
+    trackers: Sequence[Tracker] = (),
 ) -> Result:
     """Train and score planned runs of one experiment, and return their results; options as in :func:`run`."""
-    say = reporter or Silent()
+    say = Tracking(reporter or Silent(), trackers, jobs)
     if processes < 1:
         raise UserError(f"at least one run must be made at a time, not {processes}")
     sweep()  # what killed runs left in memory
@@ -114,5 +126,6 @@ def carry_out(
                 raise UserError("; ".join(occupied))
         finally:
             worker.close()
+            say.finish()
             say.close()
     return collect({job.folder.path: [spec.title for spec in job.setup.spec.adapters] for job in jobs})

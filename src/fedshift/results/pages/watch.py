@@ -57,8 +57,10 @@ def watch_page(path: Path) -> str:
 def state_of(path: Path, memory: Memory) -> dict[str, Any]:
     """Everything the page shows, read anew from the folders: it does not matter who was restarted, or when."""
     folders = sorted(candidates(path), key=begun)
-    runs = [_run(folder, memory) for folder in folders]
-    runs += _planned(path, {run["folder"] for run in runs})
+    jobs = _jobs(path)
+    runs = [_run(folder, memory, jobs.get(str(folder), {})) for folder in folders]
+    known = {run["folder"] for run in runs}
+    runs += [_waiting(folder, job) for folder, job in jobs.items() if folder not in known]
     left = _left(runs)
     going = sum(run["state"] in (TRAINING, SCORING) for run in runs)
     return {
@@ -73,7 +75,7 @@ def state_of(path: Path, memory: Memory) -> dict[str, Any]:
     }
 
 
-def _run(folder: Path, memory: Memory) -> dict[str, Any]:
+def _run(folder: Path, memory: Memory, job: Mapping[str, Any]) -> dict[str, Any]:
     """One run as plain data."""
     bare = {**NOTHING, "folder": str(folder), "name": folder.name, "seed": None, "rounds": 0, "failures": []}
     try:
@@ -84,7 +86,7 @@ def _run(folder: Path, memory: Memory) -> dict[str, Any]:
     except DAMAGED as error:
         return {**bare, "state": UNREADABLE, "failures": [f"{folder} cannot be read ({error})"]}
     done = history.rounds[-1].round if history.rounds else 0
-    rounds = int(facts.get("rounds") or max(config.get("rounds", 0), done))
+    rounds = int(facts.get("rounds") or job.get("rounds") or max(config.get("rounds", 0), done))
     pace = statistics.median([line.seconds for line in history.rounds[-RECENT:]]) if history.rounds else None
     state = _state(folder, bool(facts) or (folder / "done").is_file())
     left = None if pace is None or state != TRAINING else pace * max(rounds - done, 0)
@@ -126,38 +128,22 @@ def _curves(history: History) -> list[dict[str, Any]]:
     return made
 
 
-def _planned(path: Path, known: set[str]) -> list[dict[str, Any]]:
-    """Runs that were planned and have not begun."""
-    made = []
-    for plan in sorted(path.rglob(PLAN)):
+def _jobs(path: Path) -> dict[str, dict[str, Any]]:
+    """Runs that were planned, by their folder."""
+    found: dict[str, dict[str, Any]] = {}
+    for plan in sorted([*path.rglob(PLAN), *(above / PLAN for above in path.parents[:2] if (above / PLAN).is_file())]):
         try:
             jobs = json.loads(plan.read_text(encoding="utf-8"))["runs"]
-            waiting = [job for job in jobs if str(plan.parent / job["folder"]) not in known]
+            found |= {str(plan.parent / job["folder"]): job for job in jobs}
         except DAMAGED:
             continue
-        made += [
-            {
-                **NOTHING,
-                "state": WAITING,
-                "failures": [],
-                "folder": str(plan.parent / job["folder"]),
-                "name": job["name"],
-                "seed": job["seed"],
-                "rounds": job["rounds"],
-                **{
-                    "done": 0,
-                    "state": WAITING,
-                    "pace": "",
-                    "eta": "",
-                    "value": "",
-                    "curves": [],
-                    "losses": [],
-                    "failures": [],
-                },
-            }
-            for job in waiting
-        ]
-    return made
+    return {folder: job for folder, job in found.items() if Path(folder).is_relative_to(path)}
+
+
+def _waiting(folder: str, job: Mapping[str, Any]) -> dict[str, Any]:
+    """A run that has not begun."""
+    own = {"folder": folder, "name": job["name"], "seed": job["seed"], "rounds": job["rounds"]}
+    return {**NOTHING, **own, "state": WAITING, "failures": []}
 
 
 def _left(runs: Sequence[Mapping[str, Any]]) -> float | None:

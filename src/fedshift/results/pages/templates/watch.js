@@ -8,7 +8,7 @@
   const table = () => {
     const heads = ["run", "state", "rounds", "", "pace", "left", "loss"];
     fill(byId("runs"),
-      make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { scope: "col" }, head)))),
+      make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { scope: "col", class: ["rounds", "loss"].includes(head) ? "n" : "" }, head)))),
       make("tbody", {}, ...state.runs.map((run) => make("tr", {},
         make("th", { scope: "row", title: run.folder }, run.name),
         make("td", {}, make("span", { class: `state ${run.state}` }, run.state)),
