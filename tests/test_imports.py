@@ -27,10 +27,10 @@ MAY = {
     "experiment": set(),
     "track": set(),
     "results": {"core", "data", "measures", "store"},
-    "runs": {"core", "data", "measures", "store", "engines", "experiment", "results", "track"},
+    "runs": {"core", "blocks", "data", "measures", "store", "engines", "experiment", "results", "track"},
     "join": {"core", "data", "measures", "store", "engines", "experiment", "results", "runs"},
     "inspect": {"core", "data", "measures", "store", "engines", "experiment", "results", "runs", "systems"},
-    "deploy": {"core", "data", "measures", "store", "engines", "experiment", "runs"},
+    "deploy": {"core", "data", "measures", "store", "engines", "experiment", "results", "runs"},
     "export": {"core", "data", "measures", "store", "engines", "experiment", "runs"},
     "serve": {"core", "data", "measures", "store", "engines", "experiment", "runs"},
 }

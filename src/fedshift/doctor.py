@@ -33,7 +33,10 @@ CORE = (
 )
 EXTRAS = {
     "hub": ("datasets", "Hugging Face hub data sets"),
+    "serve": ("fastapi", "models behind HTTP, fedshift serve"),
+    "dicom": ("pydicom", "DICOM images"),
     "export": ("onnxscript", "networks as ONNX, fedshift export --format onnx"),
+    "deploy": ("flwr", "federations across machines, fedshift deploy"),
 }
 
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from fedshift.data.pool import Pool
 from fedshift.data.task import Task
 from fedshift.engines.auto import compute_for, engine_for
+from fedshift.engines.base import Compute
 from fedshift.engines.scratch import sweep
 from fedshift.engines.torch_flags import steady
 from fedshift.errors import UserError
 from fedshift.experiment.schema import Experiment
 from fedshift.results.collect import collect
 from fedshift.results.result import Result
+from fedshift.runs.filling import overlapping, processes_for
 from fedshift.runs.finish import finish
 from fedshift.runs.plan import Job, check_unfinished, check_writable, planned, write_plan
 from fedshift.runs.progress import Reporter, Silent
 from fedshift.runs.setup import Network, split_as_own
+from fedshift.runs.space import check_space
 from fedshift.runs.tracking import Tracking
 from fedshift.runs.train import groups
 from fedshift.runs.workers import side_by_side
@@ -33,7 +37,7 @@ def run(
     device: str = "auto",
     resume: bool = False,
     restart: bool = False,
-    processes: int = 1,
+    processes: int | None = None,
     network: Network | None = None,
     data: Pool | Task | None = None,
     reporter: Reporter | None = None,
@@ -43,7 +47,8 @@ def run(
 
     ``network`` is your own ``nn.Module`` (or a function that makes one) instead of ``[model]``; ``data`` your own pool or
     task instead of ``[data]``. Finished runs are read, not run again; unfinished ones need ``resume`` (go on from the
-    last checkpoint) or ``restart`` (begin again). ``processes``: so many runs at the same time, a process for each.
+    last checkpoint) or ``restart`` (begin again). ``processes``: so many runs at the same time, a process for each; left
+    out, so many as fill a GPU, and one elsewhere.
     ``trackers`` are told everything that is written (:mod:`fedshift.track`).
 
     >>> import tempfile
@@ -86,13 +91,15 @@ def carry_out(
     device: str = "auto",
     resume: bool = False,
     restart: bool = False,
-    processes: int = 1,
+    processes: int | None = None,
     reporter: Reporter | None = None,
     trackers: Sequence[Tracker] = (),
 ) -> Result:
     """Train and score planned runs of one experiment, and return their results; options as in :func:`run`."""
     say = Tracking(reporter or Silent(), trackers, jobs)
-    if processes < 1:
+    if resume and restart:
+        raise UserError("interrupted runs can be gone on with (resume) or begun again (restart), not both")
+    if processes is not None and processes < 1:
         raise UserError(f"at least one run must be made at a time, not {processes}")
     sweep()  # what killed runs left in memory
     compute = compute_for(device, jobs[0].experiment.precision)
@@ -105,16 +112,20 @@ def carry_out(
             max(len(job.task.clients) for job in jobs),
         )
         check_writable(jobs)
+        check_space(jobs, jobs[0].folder.path.parents[2])
         write_plan(jobs)
-        if processes > 1 and chosen == "parallel":  # the cores are taken
+        if processes is not None and processes > 1 and chosen == "parallel":  # the cores are taken
             chosen = "sequential"
         say.plan([(job.setup.spec.title, job.seed, job.rounds) for job in jobs], chosen, str(compute.device))
         try:
             together = groups(jobs, worker, compute)
-            if processes > 1:
-                untrained = [group for group in together if not all(job.folder.done for job in group)]
-                side_by_side(untrained, processes, chosen, compute, resume, say)
-                together = [group for group in together if group not in untrained]
+            untrained = [group for group in together if not all(job.folder.done for job in group)]
+            with _seats(untrained, processes, chosen, compute) as count:
+                if count > 1:
+                    if processes is None:
+                        say.note(f"{count} runs are made at a time, which fills the GPU; --jobs 1 makes one")
+                    side_by_side(untrained, count, chosen, compute, resume, say)
+                    together = [group for group in together if group not in untrained]
             occupied = list[str]()
             for group in together:
                 try:
@@ -129,3 +140,14 @@ def carry_out(
             say.finish()
             say.close()
     return collect({job.folder.path: [spec.title for spec in job.setup.spec.adapters] for job in jobs})
+
+
+@contextmanager
+def _seats(groups: Sequence[Sequence[Job]], asked: int | None, engine: str, compute: Compute) -> Iterator[int]:
+    """How many of these groups are run at a time; meanwhile their kernels overlap, where a GPU can do that."""
+    wanted = processes_for(groups, engine, compute) if asked is None else asked
+    if wanted < 2:
+        yield wanted
+        return
+    with overlapping(compute) as together:
+        yield wanted if together or asked is not None else 1

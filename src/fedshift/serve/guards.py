@@ -7,17 +7,17 @@ A sum never grows beyond ``h`` either, and the alarm is over when it is back at 
 
 The reference is what the artefact knows of its client's validation images (:class:`fedshift.runs.known.Known`).
 
-================  ===================================================================  ==========
-alarm             the hypothesis "it has changed"                                      falls back
-================  ===================================================================  ==========
-features          distances to class means have moved by one standard deviation        no
-confidence        so have the frozen model's confidences                               no
-classes           one class takes half of the frozen model's answers                   no
-unknown           most images are unlike anything known                                yes
-contradiction     the adapter overrules the frozen model where that one is sure        yes
-one class         the adapter moves answers to one class, and is sure of them          yes
-disagreement      most answers differ from the frozen model's, and are surer           yes
-================  ===================================================================  ==========
+================  ===============================================================================  ==============
+alarm             the hypothesis "it has changed"                                                  speaks of
+================  ===============================================================================  ==============
+features          distances to class means, or places in feature space, have moved by a deviation  drift
+confidence        so have the frozen model's confidences                                           drift
+classes           one class takes half of the frozen model's answers                               drift
+unknown           most images are unlike anything known                                            harm
+contradiction     the adapter overrules the frozen model where that one is sure                    harm
+one class         the adapter moves answers to one class, and is sure of them                      harm
+disagreement      most answers differ from the frozen model's, and are surer                       harm
+================  ===============================================================================  ==============
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from scipy.special import ndtri
 
 from fedshift.runs.known import Known
@@ -47,7 +48,7 @@ UNKNOWN, CONTRADICTION, ONE_CLASS, DISAGREEMENT = (0.2, 0.8), (0.1, 0.4), (0.1, 
 class Seen(NamedTuple):
     """What was seen of some samples, an entry for each."""
 
-    distance: Numbers
+    signals: Numbers  # [n, few]: distances and places; none where nothing is known
     unknown: Numbers  # bool
     frozen: Numbers  # classes, according to the frozen model
     frozen_confidence: Numbers
@@ -70,7 +71,7 @@ class Guards:
     ``false_alarms`` is how many there are in a sample on average at most, all alarms about drift together.
 
     >>> guards = Guards(2, None, 1e-6)
-    >>> same = Seen(*(np.zeros(40, dtype=kind) for kind in (float, bool, int, float, int, float)))
+    >>> same = Seen(np.zeros((40, 0)), *(np.zeros(40, dtype=kind) for kind in (bool, int, float, int, float)))
     >>> guards.names(guards.watched(guards.start(), same)[0])
     ()
     >>> guards.names(guards.watched(guards.start(), same._replace(unknown=np.ones(40, dtype=bool)))[0])
@@ -81,16 +82,25 @@ class Guards:
     known: Known | None
     false_alarms: float = 1e-6
 
-    @property
+    @cached_property
     def height(self) -> float:
         """Where a sum sets its alarm off."""
-        return math.log((4 + self.classes) / self.false_alarms)
+        return math.log(sum(name in DRIFT for name in self.alarms) / self.false_alarms)
 
     @cached_property
     def alarms(self) -> tuple[str, ...]:
         """The alarm that each detector belongs to."""
-        several = {"features": 2, "confidence": 2, "classes": self.classes, "one class": self.classes}
+        several = {
+            "features": 2 * self._signals,
+            "confidence": 2,
+            "classes": self.classes,
+            "one class": self.classes,
+        }
         return tuple(name for name in ALARMS for _ in range(several.get(name, 1)))
+
+    @property
+    def _signals(self) -> int:
+        return 0 if self._reference is None else self._reference.shape[1] - 1
 
     @cached_property
     def harmful(self) -> Numbers:
@@ -103,11 +113,11 @@ class Guards:
 
     def watched(self, levels: Levels, seen: Seen) -> tuple[Levels, tuple[str, ...]]:
         """Where alarms stand after some samples, and those that these have set off."""
-        sums, on = levels.sums, levels.on
+        sums, on, height = levels.sums, levels.on, self.height
         begun = np.zeros_like(on)
         for step in self._ratios(seen):
-            sums = np.clip(sums + step, 0.0, self.height)
-            risen = sums >= self.height
+            sums = np.minimum(np.maximum(sums + step, 0.0), height)
+            risen = sums >= height
             begun |= risen & ~on
             on = (on | risen) & (sums > 0)
         return Levels(sums, on), self._named(begun)
@@ -119,6 +129,10 @@ class Guards:
     def strain(self, levels: Levels) -> float:
         """How near the nearest alarm about harm is: 0 is calm, 1 sets it off."""
         return float(levels.sums[self.harmful].max()) / self.height
+
+    def drift(self, levels: Levels) -> float:
+        """How near the nearest alarm about drift is."""
+        return float(levels.sums[~self.harmful].max()) / self.height
 
     def by_alarm(self, levels: Levels) -> dict[str, float]:
         """How near each alarm is."""
@@ -143,8 +157,7 @@ class Guards:
         surer = seen.confidence >= np.minimum(seen.frozen_confidence, CERTAIN)
         sure = seen.frozen_confidence >= self._sure
         columns = [
-            *self._moved(self._distances, seen.distance),
-            *self._moved(self._confidences, seen.frozen_confidence),
+            self._moved(seen),
             np.where(seen.frozen[:, None] == every, self._mix[0], math.log(HALF)),
             _ratio(seen.unknown, UNKNOWN),
             np.where(sure, _ratio(differs, CONTRADICTION), 0.0),
@@ -153,17 +166,31 @@ class Guards:
         ]
         return np.concatenate([column.reshape(count, -1) for column in columns], axis=1)
 
+    def _moved(self, seen: Seen) -> Numbers:
+        """Of both ways in which each signal may shift: values as normal scores among those of validation images.
+
+        That reference is only as sure as it is large.
+        """
+        reference = self._reference
+        if reference is None:
+            return np.zeros((len(seen.answer), 2))
+        values = np.concatenate([seen.signals, seen.frozen_confidence[:, None]], axis=1)[:, None]
+        ranks = ((reference < values).sum(1) + (reference <= values).sum(1)) / 2
+        scores = ndtri((ranks + 0.5) / (len(reference) + 1))
+        slack = SHIFT / 2 + 2 / math.sqrt(len(reference))
+        return SHIFT * (np.stack([scores, -scores], 2).reshape(len(scores), -1) - slack)
+
     @cached_property
     def _sure(self) -> float:
         return 0.9 if self.known is None else self.known.sure
 
     @cached_property
-    def _distances(self) -> Numbers | None:
-        return None if self.known is None else np.sort(self.known.distance.double().numpy())
-
-    @cached_property
-    def _confidences(self) -> Numbers | None:
-        return None if self.known is None else np.sort(self.known.confidence.double().numpy())
+    def _reference(self) -> Numbers | None:
+        """The signals of validation images, confidence last; None where nothing is known."""
+        if self.known is None:
+            return None
+        columns = (self.known.distance[:, None], self.known.places, self.known.confidence[:, None])
+        return torch.cat(columns, 1).double().numpy()
 
     @cached_property
     def _mix(self) -> Numbers:
@@ -180,17 +207,6 @@ class Guards:
         share = (counts + errors**2 / 2 + errors * spread) / (total + errors**2)
         ratios: Numbers = np.log(HALF * (share + 1.0) / share)[None]
         return ratios
-
-    @staticmethod
-    def _moved(reference: Numbers | None, values: Numbers) -> tuple[Numbers, Numbers]:
-        """Both ways of a shift: values as normal scores among the reference, which is only as sure as it is large."""
-        if reference is None:
-            return np.zeros(len(values)), np.zeros(len(values))
-        count = len(reference)
-        below, upto = (np.searchsorted(reference, values, side=side) for side in ("left", "right"))
-        scores = ndtri(((below + upto) / 2 + 0.5) / (count + 1))
-        slack = SHIFT / 2 + 2 / math.sqrt(count)
-        return SHIFT * (scores - slack), SHIFT * (-scores - slack)
 
 
 def _ratio(flags: Numbers, shares: tuple[float, float]) -> Numbers:

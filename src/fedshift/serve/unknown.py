@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from fedshift.runs.known import Known, energy_of
+from fedshift.runs.known import Known
 
 
 class Strangeness(NamedTuple):
@@ -19,6 +19,7 @@ class Strangeness(NamedTuple):
     distance: np.ndarray  # from the nearest class mean, in standard deviations
     rarity: np.ndarray  # the share of known images that are at least as strange, at most
     unknown: np.ndarray  # bool
+    signals: np.ndarray  # [n, few]: the distance, and places along the directions in which features vary most
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +40,12 @@ class Familiarity:
         """The rate of false alarms: what was asked for, or the least that so few images can state."""
         return max(self.asked, 1 / (len(self.known.energy) + 1))
 
-    def of(self, logits: Tensor, features: Tensor) -> Strangeness:
-        """Of what the frozen model says about some images; on the CPU."""
-        energy = energy_of(logits.float())
-        distance = self.known.distances(features)
-        rarity = self._rarity(energy.numpy(), distance.numpy())
-        return Strangeness(energy.numpy(), distance.numpy(), rarity, rarity <= self.rate)
+    def of(self, energy: np.ndarray, features: Tensor) -> Strangeness:
+        """Of the frozen model's energies and features of some images; on the CPU."""
+        distance = self.known.distances(features).numpy()
+        signals = np.concatenate([distance[:, None], self.known.placed(features).numpy()], axis=1)
+        rarity = self._rarity(energy, distance)
+        return Strangeness(energy, distance, rarity, rarity <= self.rate, signals)
 
     def _rarity(self, energy: np.ndarray, distance: np.ndarray) -> np.ndarray:
         reference = self._reference
@@ -71,7 +72,7 @@ class Familiarity:
 def nothing_known(count: int) -> Strangeness:
     """Where there is nothing to compare with."""
     empty = np.full(count, np.nan)
-    return Strangeness(empty, empty, empty, np.zeros(count, dtype=bool))
+    return Strangeness(empty, empty, empty, np.zeros(count, dtype=bool), np.zeros((count, 0)))
 
 
 def on_cpu(leaf: Tensor) -> Tensor:

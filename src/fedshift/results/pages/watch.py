@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import fedshift
-from fedshift.results.gather import DAMAGED, begun, candidates
+from fedshift.errors import UserError
+from fedshift.results.gather import begun, candidates
 from fedshift.results.pages.report import rendered
 from fedshift.results.sections.curves import MOST_POINTS, lines_of
 from fedshift.results.sections.origin import duration, facts_of
@@ -22,6 +23,7 @@ from fedshift.store.lines import History
 from fedshift.store.lock import owner_of
 
 SCRIPTS = ("page.js", "watch.js")
+DAMAGED = (UserError, OSError, LookupError, TypeError, ValueError)  # of a file that is foreign, or written just now
 RECENT = 10  # rounds that tell how long the next one takes
 WAITING, TRAINING, SCORING, FINISHED = "waiting", "training", "scoring", "finished"
 STOPPED, UNREADABLE = "stopped", "damaged"
