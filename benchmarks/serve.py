@@ -152,7 +152,7 @@ def process(kind: str, folder: Path, state: Path) -> None:
 
     name, *options = ("none",) if kind == "bare" else kind.split()
     given = {key: int(value) for key, _, value in (option.partition("=") for option in options)}
-    service = open_service(folder, name, given, Settings())
+    service = open_service(folder, name, given, Settings(fall_back="never"))  # adapters shall work all the time
     if kind == "bare":
         module.Host = Bare  # type: ignore[misc]
     serve(
