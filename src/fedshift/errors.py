@@ -9,3 +9,7 @@ class UserError(Exception):
     ...
     fedshift.errors.UserError: alpha must be positive, not -1
     """
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows of it: the sentence."""
+        return [f"error: {self}"]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedshift.cli.app import app
-from fedshift.cli.printing import console, print_advice, print_result
+from fedshift.cli.printing import Clients, console, print_advice, print_result
 
 
 @app.command()
@@ -31,11 +31,13 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with interrupted runs.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Begin interrupted runs again.")] = False,
     jobs: Annotated[int, typer.Option("--jobs", "-j", help="So many runs at the same time, a process for each.")] = 1,
+    clients: Clients = False,
 ) -> None:
     """Train every method of an experiment, test every adapter, print the table. Finished parts are not run again."""
     from fedshift.experiment.schema import Experiment
     from fedshift.results.plots.pictures import density_picture, map_picture, option_map, result_picture
     from fedshift.results.plots.task import task_picture
+    from fedshift.results.tables import check_room
     from fedshift.runs.progress import Terminal
     from fedshift.runs.run import carry_out, plan
 
@@ -46,6 +48,8 @@ def run(
     reporter = Terminal(screen)
     try:
         planned = plan(chosen, out, reporter=reporter)
+        if clients:  # said now, not after hours
+            check_room(max(len(side) for job in planned for side in (job.task.clients, job.task.unseen)))
         result = carry_out(
             planned,
             engine=engine,
@@ -67,7 +71,7 @@ def run(
     if option_map(result) is not None:
         pictures.append(folder / "map.png")
         map_picture(result, pictures[-1])
-    print_result(screen, result, "best-val", rules=chosen.evaluate.oracle)
+    print_result(screen, result, "best-val", rules=chosen.evaluate.oracle, clients=clients)
     if any(row.twins for row in result.rows):
         screen.print("What to deploy (fedshift advise has the table):", style="bold")
         print_advice(screen, result.advice())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fedshift.data.pool import Pool
 from fedshift.data.task import Task
@@ -15,6 +16,7 @@ from fedshift.experiment.schema import Experiment
 from fedshift.results.collect import collect
 from fedshift.results.result import Result
 from fedshift.runs.finish import finish
+from fedshift.runs.notebook import usual
 from fedshift.runs.plan import Job, check_unfinished, check_writable, planned
 from fedshift.runs.progress import Reporter, Silent
 from fedshift.runs.setup import Network, split_as_own
@@ -24,7 +26,7 @@ from fedshift.store.lock import Occupied
 
 
 def run(
-    experiment: Experiment,
+    experiment: Experiment | str | Path | None = None,
     out: str | Path = "runs",
     *,
     engine: str = "auto",
@@ -33,14 +35,19 @@ def run(
     restart: bool = False,
     processes: int = 1,
     network: Network | None = None,
-    data: Pool | Task | None = None,
+    data: Pool | Task | Mapping[str, Any] | None = None,
     reporter: Reporter | None = None,
+    **changes: Any,
 ) -> Result:
     """Run an experiment and return its results.
 
+    ``experiment`` is one, a TOML file, a preset's name, or nothing for the demo. Further keywords change its keys:
+    ``run("mine.toml", rounds=5, train={"lr": 0.1})``; tables merge, as in a file that extends another.
+
     ``network`` is your own ``nn.Module`` (or a function that makes one) instead of ``[model]``; ``data`` your own pool or
     task instead of ``[data]``. Finished runs are read, not run again; unfinished ones need ``resume`` (go on from the
-    last checkpoint) or ``restart`` (begin again). ``processes``: so many runs at the same time, a process for each.
+    last checkpoint) or ``restart`` (begin again). ``processes``: so many runs at the same time, a process for each. In a
+    notebook a bar shows how far it is; ``reporter`` is told of everything instead.
 
     >>> import tempfile
     >>> small = Experiment(rounds=1, baselines=False, data={"size": 8}, model={"name": "mlp", "hidden": [8]})
@@ -48,11 +55,19 @@ def run(
     >>> [row.method for row in result.rows]
     ['fedavg']
     """
-    say = reporter or Silent()
-    jobs = plan(experiment, out, network=network, data=data, reporter=say)
+    say = reporter or usual()
+    if isinstance(data, Mapping):  # the table [data]
+        changes, data = {**changes, "data": data}, None
+    jobs = plan(_meant(experiment, changes), out, network=network, data=data, reporter=say)
     return carry_out(
         jobs, engine=engine, device=device, resume=resume, restart=restart, processes=processes, reporter=say
     )
+
+
+def _meant(experiment: Experiment | str | Path | None, changes: Mapping[str, Any]) -> Experiment:
+    if isinstance(experiment, Experiment):
+        return experiment.changed(changes) if changes else experiment
+    return Experiment.load(experiment, changes=changes)
 
 
 def plan(
