@@ -23,10 +23,10 @@ from fedshift.core.arch import Arch, Output
 from fedshift.core.method import Train
 from fedshift.core.registry import ADAPTERS
 from fedshift.core.tree import Tree, pick
-from fedshift.data.streams import Setting
-from fedshift.data.task import Samples
+from fedshift.data.task import Client, Samples, Task
+from fedshift.engines.auto import compute_for, engine_for
 from fedshift.engines.base import Compute
-from fedshift.engines.reference import predictions
+from fedshift.engines.torch_flags import steady
 from fedshift.models.cnn import CNN
 from fedshift.systems.fedthe.method import FedTHE
 
@@ -68,12 +68,18 @@ def per_sample(go: Callable[[], object], count: int, device: torch.device, repea
     return 1e6 * statistics.median(times[1:]) / count
 
 
-def along(adapter: Adapter, tree: Tree, samples: Samples, compute: Compute) -> Callable[[], object]:
-    """The whole stream through an adapter, as the benchmark and a server do it."""
+def along(adapter: Adapter, tree: Tree, samples: Samples, compute: Compute, clients: int = 1) -> Callable[[], object]:
+    """The whole stream through an adapter as a run does it, cut into those of so many clients."""
+    none = torch.zeros(0, dtype=torch.int64)
+    owned = enumerate(samples.index.cpu().chunk(clients))
+    owners = tuple(Client(f"client-{k}", none, none, own) for k, own in owned)
+    images, labels, ids = (getattr(samples, name).cpu() for name in ("images", "labels", "ids"))
+    task = Task(images, labels, ids, tuple("0123456789"), owners)
+    _, engine = engine_for("auto", compute, True, clients)
+    models = {client.name: tree for client in owners}
 
     def go() -> None:
-        for _ in predictions(adapter, tree, samples, Setting(), 0, compute):
-            pass
+        engine.evaluate(adapter, models, task, ["test"], 0)
 
     return go
 
@@ -131,13 +137,18 @@ def plain_search(
 
 
 def main() -> None:
-    """Print one table."""
+    """On a GPU or a CPU, with the settings of a run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("where", choices=["gpu", "cpu"])
     where = parser.parse_args().where
-    torch.set_num_threads(1)
     device = torch.device("cuda" if where == "gpu" else "cpu")
-    compute = Compute(device)
+    compute = compute_for(device.type, "auto")
+    with steady(compute.tf32):
+        table(where, device, compute)
+
+
+def table(where: str, device: torch.device, compute: Compute) -> None:
+    """Everything, one after the other."""
     method = FedTHE(
         arch=Arch.of(lambda: CNN(bias=False).make((3, 32, 32), 10), (3, 32, 32), "cnn"), train=Train(lr=0.01)
     )
@@ -151,6 +162,8 @@ def main() -> None:
     for name in ("the-plus", "memo", "lp-ft"):
         found[name] = per_sample(along(_make(name, method), tree, tuned, compute), len(tuned), device, repeats=2)
     found["ttt (one stream)"] = per_sample(along(_make("ttt", method), tree, alone, compute), len(alone), device, 2)
+    ttt = along(_make("ttt", method), tree, batched, compute, clients=16)
+    found["ttt (16 streams)"] = per_sample(ttt, len(batched), device, 2)
     found["plain search, one by one"] = per_sample(plain_search(method, tree, alone, 1, device), len(alone), device, 2)
     found["plain search, batches of 32"] = per_sample(
         plain_search(method, tree, batched, 32, device), len(batched), device, 2

@@ -1,6 +1,7 @@
 """What a machine with a GPU has to say before a change lands, because no CI has one.
 
-    python benchmarks/gpu.py      tests, a killed run, kernels of our own, ratios; about five minutes on an H200
+    python benchmarks/gpu.py             tests, a killed run, kernels of our own, ratios; about five minutes on an H200
+    python benchmarks/gpu.py kernels     one part of it
 
 Exit code 0 only if all of it holds, 2 if there is no GPU. Nothing is installed or fetched.
 """
@@ -195,7 +196,7 @@ def main() -> int:
         print("there is no GPU that torch can use here, and this is a check of one", file=sys.stderr)
         return 2
     lines, fine = [], True
-    for name, part in PARTS.items():
+    for name, part in [(name, PARTS[name]) for name in sys.argv[1:] or PARTS]:
         print(f"{name}: {part.__doc__}", flush=True)
         started = time.perf_counter()
         try:

@@ -26,10 +26,10 @@ MAY = {
     "engines": {"core", "data", "store"},
     "experiment": set(),
     "results": {"core", "data", "measures", "store"},
-    "runs": {"core", "data", "measures", "store", "engines", "experiment", "results"},
+    "runs": {"core", "blocks", "data", "measures", "store", "engines", "experiment", "results"},
     "join": {"core", "data", "measures", "store", "engines", "experiment", "results", "runs"},
     "inspect": {"core", "data", "measures", "store", "engines", "experiment", "results", "runs", "systems"},
-    "deploy": {"core", "data", "measures", "store", "engines", "experiment", "runs"},
+    "deploy": {"core", "data", "measures", "store", "engines", "experiment", "results", "runs"},
     "export": {"core", "data", "measures", "store", "engines", "experiment", "runs"},
     "serve": {"core", "data", "measures", "store", "engines", "experiment", "runs"},
 }

@@ -33,6 +33,8 @@ CORE = (
 )
 EXTRAS = {
     "hub": ("datasets", "Hugging Face hub data sets"),
+    "serve": ("fastapi", "models behind HTTP, fedshift serve"),
+    "dicom": ("pydicom", "DICOM images"),
     "export": ("onnxscript", "networks as ONNX, fedshift export --format onnx"),
 }
 

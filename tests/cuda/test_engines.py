@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
+from torch import Tensor
 
+from fedshift.core.arch import Arch
+from fedshift.core.tree import map_tree
 from fedshift.engines.base import Compute
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
-from tests.conftest import ragged_task
+from fedshift.methods.fedavg import FedAvg
+from fedshift.models.cnn import CNN
+from fedshift.store.state import State
+from tests.conftest import ragged_task, tiny_train
 from tests.cuda.fast import DOUBLE, GPU
 from tests.test_engines_agree import CASES, check_equal, federate, make
 
@@ -25,9 +32,13 @@ def test_vmapped_on_cuda_equals_sequential(name: str, norm: bool) -> None:
     check_equal(federate(method, Sequential(DOUBLE), DOUBLE, 4), federate(method, Vmapped(THERE), THERE, 4), 1e-9)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("balance", ["weights", "sampler", "softmax"])
-@pytest.mark.parametrize("name", ["fedavg", "finetune", "fedrod", "fedtta", "partialfed"])
+CAPTURED = list(product(["fedavg", "finetune", "fedrod", "fedtta", "partialfed"], ["weights", "sampler", "softmax"]))
+COMPILED = [("fedavg", "weights"), ("fedavg", "softmax"), ("partialfed", "sampler")]  # half a minute each
+
+
+@pytest.mark.parametrize(
+    ("name", "balance", "compiled"), [*((*one, False) for one in CAPTURED), *((*one, True) for one in COMPILED)]
+)
 def test_balanced_steps_can_be_captured_and_compiled(name: str, balance: str, compiled: bool) -> None:
     method = make(name, True, balance=balance)
     assert method is not None
@@ -44,3 +55,28 @@ def test_captured_steps_serve_rounds_with_other_clients(compiled: bool) -> None:
     task = ragged_task((40, 33, 64, 20, 40, 16, 16, 48))
     reference = federate(method, Sequential(DOUBLE), DOUBLE, 8, task, 0.5)
     check_equal(reference, federate(method, Vmapped(THERE, compile_step=compiled), THERE, 8, task, 0.5), 1e-9)
+
+
+def test_stacks_that_do_not_fit_are_cut() -> None:
+    """With a cap on this process's memory, clients who had one stack have several, and end where they did."""
+    arch = Arch.of(lambda: CNN(width=64, hidden=6).make((3, 32, 32), 4), (3, 32, 32), "cnn")
+    method = FedAvg(arch=arch, train=tiny_train(lr=0.01, batch_size=64, local_epochs=2))
+    task = ragged_task((256,) * 24, side=32)
+    compute = Compute(GPU)
+    whole = federate(method, Vmapped(compute), compute, 1, task)
+    peak, total = torch.cuda.max_memory_allocated(), torch.cuda.get_device_properties(GPU).total_memory
+    torch.cuda.empty_cache()
+    try:
+        torch.cuda.set_per_process_memory_fraction(0.6 * peak / total)
+        with pytest.warns(UserWarning, match="do not fit into memory together"):
+            cut = federate(method, Vmapped(compute), compute, 1, task)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    check_equal(_on_cpu(whole), _on_cpu(cut), 1e-4)
+
+
+def _on_cpu(found: tuple) -> tuple:
+    state, scores, losses = found
+    deployed = {name: map_tree(Tensor.cpu, tree) for name, tree in scores["deployed"].items()}
+    own = {name: map_tree(Tensor.cpu, tree) for name, tree in state.locals.items()}
+    return State(state.round, map_tree(Tensor.cpu, state.server), own), {**scores, "deployed": deployed}, losses

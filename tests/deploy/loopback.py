@@ -72,6 +72,7 @@ class Loopback(Grid):
             context = Context(0, number, {}, node.state, {})
             try:
                 reply = node.app(message, context)
+                node.state = context.state
                 content: RecordDict | None = through_the_wire(reply.content)
             except Exception as error:  # as a SuperNode says it
                 reason = f"{type(error)}:<'{error}'>"

@@ -12,9 +12,10 @@ import torch
 from fedshift.data.streams import Setting, Stream
 from fedshift.data.task import Client, Task
 from fedshift.deploy.federation import Federation, FederationSpec, chosen, with_public
-from fedshift.deploy.flower import GridExchange, client_app
+from fedshift.deploy.flower import GridExchange
 from fedshift.deploy.log import Log
 from fedshift.deploy.memory import Memory
+from fedshift.deploy.node import client_app
 from fedshift.deploy.packet import Handle
 from fedshift.deploy.party import Party
 from fedshift.deploy.server import carry_out

@@ -10,9 +10,9 @@ import torch
 
 import fedshift
 from fedshift.core.tree import Tree
-from fedshift.deploy.flower import from_records, to_records
 from fedshift.deploy.memory import Memory
 from fedshift.deploy.packet import Packet
+from fedshift.deploy.records import from_records, to_records
 from fedshift.errors import UserError
 from tests.deploy.parties import InProcess
 from tests.test_engines_agree import gap
@@ -178,18 +178,24 @@ def test_a_server_one_round_behind_its_parties_goes_on(tmp_path: Path) -> None:
         assert gap(tree, federation.locals(folder.last(CPU))[name]) == 0
 
 
-def test_a_party_that_lost_its_disk_begins_anew_and_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("also_memory", [False, True])
+def test_a_party_that_lost_its_disk(also_memory: bool, tmp_path: Path) -> None:
+    """Its node still has the state in memory; if that is gone too it begins anew and says so."""
     federation = InProcess.of(tmp_path, "scaffold", rounds=3)
+    grid = federation.grid()
 
     def lose(name: str, message: Any, content: Any) -> Any:
         if name == "client-0" and from_records(message.content).facts.get("round") == 1:
             for path in (tmp_path / "client-0").rglob("round-*"):
                 path.unlink()
+            if also_memory:
+                grid.nodes[100].state.clear()
         return content
 
-    federation.tamper = lose
-    _, log = federation.run()
-    assert any("'client-0' says: its local state of round 2 is not there any more" in line for line in log)
+    grid.tamper = lose
+    _, log = federation.run(grid=grid)
+    said = [line for line in log if "'client-0' says: its local state of round 2 is not there any more" in line]
+    assert bool(said) == also_memory
 
 
 def test_a_party_that_comes_later_takes_part_from_then_on(tmp_path: Path) -> None:

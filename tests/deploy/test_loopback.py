@@ -36,3 +36,12 @@ def test_every_method_ends_where_the_sequential_engine_ends(name: str, tmp_path:
         for client, tree in session.deploy(state).trained().items():
             served = fedshift.load(federation.party(federation.task.client(client)).artefacts / "artefacts")
             assert gap(tree, served.deployed) <= 1e-6
+
+
+@pytest.mark.parametrize(("name", "more"), [("fedavg", 0), ("fedbn", 1)])
+def test_one_message_for_a_round_and_little_else(name: str, more: int, tmp_path: Path) -> None:
+    """Flower starts a process for every message: hello, the rounds, what is given away if anything, scores, the artefact."""
+    federation = InProcess.of(tmp_path, name, rounds=4, norm=True)
+    grid = federation.grid()
+    federation.run(grid=grid)
+    assert grid.sent == 3 * (1 + 4 + more + 1 + 1)

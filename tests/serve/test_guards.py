@@ -37,7 +37,7 @@ def seen(known: Known, output: Output, answer: np.ndarray | None = None, confide
     sure, frozen = chances.amax(1).numpy(), chances.argmax(1).numpy()
     own = frozen if answer is None else answer
     return Seen(
-        strange.distance, strange.unknown, frozen, sure, own, sure if confidence is None else np.full(len(own), confidence)
+        strange.signals, strange.unknown, frozen, sure, own, sure if confidence is None else np.full(len(own), confidence)
     )  # fmt: skip
 
 

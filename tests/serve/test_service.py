@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import fedshift
-from fedshift import Experiment, UserError
+from fedshift import UserError
 from fedshift.core.registry import ADAPTERS
-from fedshift.data.task import Task
 from fedshift.engines.reference import predictions
-from fedshift.runs.artefact import Artefact
-from fedshift.runs.setup import make_task
 from fedshift.serve.history import History
 from fedshift.serve.opening import artefacts_in, open_service, service_of
 from fedshift.serve.service import (
@@ -34,42 +28,9 @@ from fedshift.serve.service import (
     restored,
     resumed,
 )
+from tests.serve.conftest import METHODS, World
 
-METHODS = ["fedbn", "fedthe", "fedtta", "fdse", "fedcir", "finetune-rotation", "ditto"]
-WATCH = Settings(act=False)
-
-
-def experiment() -> Experiment:
-    return Experiment.parse(
-        {
-            "name": "tiny", "rounds": 1, "baselines": False, "data": {"size": 8, "limit": 400}, "evaluate": {"every": 0},
-            "split": {"unseen": ["font"]}, "model": {"name": "cnn", "norm": True, "width": 4, "hidden": 12},
-            "train": {"lr": 0.05, "batch-size": 16, "momentum": 0.9}, "method": [{"name": name} for name in METHODS],
-            "stream": [{"name": "corrupted", "kind": "corrupted", "severity": 3}],
-        }
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class World:
-    task: Task
-    folders: dict[str, Path]
-
-    def artefact(self, method: str, client: str = "paper") -> Artefact:
-        return fedshift.load(self.folders[method] / "artefacts" / client)
-
-    def stream(self, client: str = "paper") -> tuple[Tensor, Tensor]:
-        """Images and their ids, as they arrive in the benchmark."""
-        samples = self.task.samples(self.task.client(client), "corrupted")
-        return samples.images[samples.index], samples.ids[samples.index]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        folders = fedshift.run(experiment(), tmp_path_factory.mktemp("serve"), engine="sequential").folders
-    return World(make_task(experiment(), 0), {folder.parent.name: folder for folder in folders})
+WATCH = Settings(fall_back="never")
 
 
 def served_by(world: World, adapter: str, options: dict[str, Any] | None = None, settings: Settings = WATCH) -> Service:
@@ -140,7 +101,7 @@ def test_the_frozen_model_is_asked_once(name: str, world: World, monkeypatch: py
 
 
 def test_an_adapter_that_looks_at_a_set_first_collects_one(world: World) -> None:
-    service = served_by(world, "fedtta", settings=Settings(act=False, fit_after=10))
+    service = served_by(world, "fedtta", settings=Settings(fall_back="never", fit_after=10))
     images, ids = world.stream()
     condition = service.begin()
     assert not condition.fitted
@@ -189,18 +150,18 @@ def test_the_history_keeps_some_versions_and_refuses_strangers(world: World, tmp
     service = served_by(world, "t3a")
     history = History(tmp_path, service, keep=3)
     history.claim()
-    for number in range(1, 6):
+    for number in range(1, 10):
         history.save(number, service.begin(), "every")
-    assert [version.number for version in history.versions()] == [0, 3, 4, 5]
-    assert history.newest() == 5
-    with pytest.raises(UserError, match="there is no version 1; there are: 0, 3, 4, 5"):
-        history.load(1)
+    assert [version.number for version in history.versions()] == [0, 4, 7, 8, 9]
+    assert history.numbers() == {4, 7, 8, 9}
+    with pytest.raises(UserError, match="there is no version 3; there are: 0, 4, 7, 8, 9"):
+        history.load(3)
     history.claim()
     with pytest.raises(UserError, match="another artefact or adapter"):
         History(tmp_path, served_by(world, "tent")).claim()
-    (tmp_path / "versions" / "00000005.safetensors").write_bytes(b"half")
+    (tmp_path / "versions" / "00000009.safetensors").write_bytes(b"half")
     with pytest.raises(UserError, match="damaged"):
-        history.load(5)
+        history.load(9)
 
 
 def test_what_is_served_is_chosen_as_it_should(world: World) -> None:

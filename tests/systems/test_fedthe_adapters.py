@@ -581,7 +581,20 @@ def test_an_ensembles_accuracy_on_a_mixture_can_be_that_of_neither_part() -> Non
 
 
 # ---- manners ------------------------------------------------------------------------------------------------------------
-EPISODIC = ("the", "the-plus", "memo", "lp-ft", "t3a", "tsa", "none", "blend", "deterministic")
+EPISODIC = (
+    "the",
+    "the-plus",
+    "memo",
+    "lp-ft",
+    "t3a",
+    "tsa",
+    "none",
+    "blend",
+    "deterministic",
+    "home-or-away",
+    "prior-em",
+    "ours",
+)
 
 
 def everything(arch: Arch, dtype: torch.dtype = torch.float64) -> Tree:

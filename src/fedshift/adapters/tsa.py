@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedshift.blocks import views as augment
 from fedshift.blocks.head_mixing import agreement_slope, search_weight
+from fedshift.blocks.mean_views import second_head
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
 from fedshift.core.context import RandomSpec
@@ -56,7 +57,7 @@ class ViewAgreement(Adapter):
 
         e = search_weight(slope, first[0][:, 0], self.lr, self.steps)
         output = self.predict_with(state, x)
-        generic = self.arch.classify(state["generic"], output.features)
+        generic = second_head(self.arch, state["generic"], output)
         return output._replace(logits=torch.lerp(output.logits, generic, e[:, None]), aux={"e": e}), state
 
     def _heads(self, state: Tree, x: Tensor) -> tuple[Tensor, Tensor]:

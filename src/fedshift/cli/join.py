@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedshift.cli.app import app
 from fedshift.cli.printing import Format, console, wants_json
 from fedshift.results.plain import Screen
+
+if TYPE_CHECKING:
+    from fedshift.join import Joined
 
 
 @app.command()
@@ -32,7 +35,6 @@ def join(
 ) -> None:
     """Give an unseen client a model of its own and predictions, from its unlabelled images."""
     from fedshift.join import join as join_run
-    from fedshift.join.report import classes_table, headline, lines, summary
 
     as_json = wants_json(format)
     screen = console()
@@ -43,6 +45,13 @@ def join(
     if as_json:
         print(json.dumps({**joined.as_dict(), "files": [str(file) for file in joined.files]}, indent=1))
         return
+    print_joined(screen, joined)
+
+
+def print_joined(screen: Screen, joined: Joined) -> None:
+    """Who joined what, how many images of which class, and how right where labels are known."""
+    from fedshift.join.report import classes_table, headline, lines, summary
+
     screen.print(headline(joined), style="bold", soft_wrap=True)
     screen.print(summary(joined))
     if joined.report is not None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedshift.cli.app import app
 from fedshift.cli.printing import Clients, console, print_advice, print_result
+
+if TYPE_CHECKING:
+    from fedshift.results.plain import Screen
+    from fedshift.results.result import Result
 
 
 @app.command()
@@ -30,10 +35,13 @@ def run(
     ] = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with interrupted runs.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Begin interrupted runs again.")] = False,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", help="So many runs at the same time, a process for each.")] = 1,
+    jobs: Annotated[
+        int | None,
+        typer.Option("--jobs", "-j", help="So many runs at a time, a process each; left out: as many as fill a GPU."),
+    ] = None,
     clients: Clients = False,
 ) -> None:
-    """Train every method of an experiment, test every adapter, print the table. Finished parts are not run again."""
+    """Train every method of an experiment, test every adapter, print the table, write the page. Finished parts stay."""
     from fedshift.experiment.schema import Experiment
     from fedshift.results.plots.pictures import density_picture, map_picture, option_map, result_picture
     from fedshift.results.plots.task import task_picture
@@ -49,7 +57,7 @@ def run(
     try:
         planned = plan(chosen, out, reporter=reporter)
         if clients:  # said now, not after hours
-            check_room(max(len(side) for job in planned for side in (job.task.clients, job.task.unseen)))
+            check_room(max(len(job.task.clients) + len(job.task.unseen) for job in planned))
         result = carry_out(
             planned,
             engine=engine,
@@ -76,3 +84,15 @@ def run(
         screen.print("What to deploy (fedshift advise has the table):", style="bold")
         print_advice(screen, result.advice())
     screen.print(f"Pictures: {', '.join(map(str, pictures))}. Again: fedshift show {folder}")
+    _report(screen, result, chosen.title or chosen.name, folder / "report.html")
+
+
+def _report(screen: Screen, result: Result, title: str, path: Path) -> None:
+    """The page, where plotly is there to draw it; how to get it otherwise."""
+    from fedshift.results.pages.report import HOW_TO_GET, report_page
+
+    if find_spec("plotly") is None:
+        screen.print(f"No page was written: {HOW_TO_GET}", soft_wrap=True)
+        return
+    report_page(result, title=title).write(path)
+    screen.print(f"Everything on one page: {path}", soft_wrap=True)

@@ -25,8 +25,7 @@ class Predict(Protocol):
 class Adapter(Checked):
     """Predicts without adapting; override to adapt.
 
-    ``requires`` are slots the method must deploy, ``requires_arch`` properties the network must have. ``batch`` is the
-    number of samples an adapter must see together; None means per-sample answers, the same in chunks of any size.
+    ``requires`` are slots the method must deploy, ``requires_arch`` properties the network must have.
     """
 
     arch: Arch
@@ -36,12 +35,13 @@ class Adapter(Checked):
     requires_arch: ClassVar[frozenset[str]] = frozenset()
     reasons: ClassVar[Mapping[str, str]] = {}  # what a required capability is, in words for who does not have it
     stackable: ClassVar[bool] = True  # many streams' predictions can run under one vmap
+    calibrated: ClassVar[bool] = False  # wants what clients measured on validation images: slot ``calibration``
     sequential: ClassVar[bool] = False  # samples are worked through one by one: engines run many streams side by side
     telemetry: ClassVar[tuple[str, ...]] = ()  # entries of its outputs' ``aux``: one number in [0, 1] for each sample
 
     @property
     def batch(self) -> int | None:
-        """How many samples belong together, or None if each is on its own."""
+        """How many samples belong together; None: each is on its own, and answers are the same in chunks of any size."""
         return None
 
     @property

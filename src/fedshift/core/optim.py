@@ -8,6 +8,7 @@ from typing import Annotated, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from fedshift.core.options import BelowOne, Checked, NonNegative, Rule, options_of
 from fedshift.core.tree import Tensors
@@ -44,24 +45,26 @@ class SGD(Checked):
 
     def memory(self, tensors: Tensors) -> Tensors:
         """Zero velocities where there is momentum, nothing otherwise."""
-        if not self.momentum:
-            return {}
-        return {f"velocity/{name}": torch.zeros_like(leaf) for name, leaf in tensors.items()}
+        heavy = tensors if self.momentum else {}
+        return {f"velocity/{name}": torch.zeros_like(leaf) for name, leaf in heavy.items()}
 
     def update(self, tensors: Tensors, grads: Tensors, memory: Tensors, scale: Tensor | float) -> Updated:
         """``v <- momentum v + g + wd w``; ``w <- w - lr v`` (the first velocity is the gradient, as in torch)."""
-        rate = self.lr * scale
-        moved: Tensors = {}
-        kept: Tensors = {}
-        for name, leaf in tensors.items():
-            step = grads[name]
-            if self.weight_decay:
-                step = step.add(leaf, alpha=self.weight_decay)
-            if self.momentum:
-                step = step.add(memory[f"velocity/{name}"], alpha=self.momentum)
-                kept[f"velocity/{name}"] = step
-            moved[name] = leaf - step * rate
-        return moved, kept
+        how = (self.lr * scale, self.momentum, self.weight_decay)
+        pairs = {n: descended(leaf, grads[n], memory.get(f"velocity/{n}"), *how) for n, leaf in tensors.items()}
+        kept = {f"velocity/{name}": step for name, (_, step) in pairs.items() if step is not None}
+        return {name: moved for name, (moved, _) in pairs.items()}, kept
+
+
+def descended(
+    leaf: Tensor, grad: Tensor, velocity: Tensor | None, rate: Tensor | float, momentum: float, decay: float
+) -> tuple[Tensor, Tensor | None]:
+    """``leaf - rate step`` and the next velocity, if there is one: ``step = grad + decay leaf + momentum velocity``."""
+    if has_torch_function((leaf, grad)):  # a mode sees it: an engine may do it in one pass
+        return handle_torch_function(descended, (leaf, grad), leaf, grad, velocity, rate, momentum, decay)
+    step = grad.add(leaf, alpha=decay) if decay else grad
+    step = step if velocity is None else step.add(velocity, alpha=momentum)
+    return leaf - step * rate, None if velocity is None else step
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,7 @@ class Adam(Checked):
     def update(self, tensors: Tensors, grads: Tensors, memory: Tensors, scale: Tensor | float) -> Updated:
         """One bias-corrected step."""
         count = memory[_counter(tensors)] + 1
-        moved: Tensors = {}
-        kept: Tensors = {_counter(tensors): count}
+        moved, kept = dict[str, Tensor](), {_counter(tensors): count}
         for name, leaf in tensors.items():
             grad = grads[name]
             if self.weight_decay:
@@ -97,8 +99,7 @@ class Adam(Checked):
             m = memory[f"m/{name}"] * self.beta1 + grad * (1 - self.beta1)
             v = memory[f"v/{name}"] * self.beta2 + grad.square() * (1 - self.beta2)
             kept[f"m/{name}"], kept[f"v/{name}"] = m, v
-            m_hat = m / (1 - self.beta1**count)
-            v_hat = v / (1 - self.beta2**count)
+            m_hat, v_hat = m / (1 - self.beta1**count), v / (1 - self.beta2**count)
             moved[name] = leaf - m_hat / (v_hat.sqrt() + self.eps) * (self.lr * scale)
         return moved, kept
 

@@ -2,5 +2,5 @@
 
 The server runs the same session as ``fedshift run`` (``session.py``); its engine (``engine.py``) sends packets
 (``packet.py``) where others call functions. A party answers with the reference engine's work and keeps its local state on
-its own disk (``party.py``, ``memory.py``). All contact with flwr is in ``flower.py`` and ``processes.py``.
+its own disk (``party.py``, ``memory.py``). Contact with flwr: ``records.py``, ``node.py``, ``flower.py``, ``processes.py``.
 """

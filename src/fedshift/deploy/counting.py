@@ -25,7 +25,10 @@ def told(scores: Mapping[str, Score]) -> tuple[dict[str, Any], Tree]:
         for part, score in some.items()
     }
     counts = {part: Counts.of(predictions_of(score)) for part, score in some.items()}
-    tree = {part: {name: torch.from_numpy(getattr(own, name)) for name in TABLES} for part, own in counts.items()}
+    tree = {
+        part: {name: torch.from_numpy(getattr(own, name).astype(np.int32)) for name in TABLES}
+        for part, own in counts.items()
+    }
     return facts, tree
 
 

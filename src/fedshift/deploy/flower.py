@@ -1,84 +1,27 @@
-"""The contact with Flower while a federation runs: packets as records, a grid as an exchange, and the two apps."""
+"""The server's contact with Flower: a grid as an exchange, and the app of the server."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 
 from fedshift.deploy.federation import Federation
 from fedshift.deploy.keys import same_key
-from fedshift.deploy.kit import ServerKit, party_of
+from fedshift.deploy.kit import ServerKit
 from fedshift.deploy.log import Log
-from fedshift.deploy.packet import KINDS, Packet
-from fedshift.deploy.party import Party
-from fedshift.deploy.server import carry_out
+from fedshift.deploy.packet import Packet
+from fedshift.deploy.records import TYPES, from_records, to_records
+from fedshift.deploy.server import carry_out, offer
 from fedshift.errors import UserError
 
-HEADER, TREE = "packet", "tree/"
 PAUSE = 1.0  # seconds between two looks whether somebody has come
-# Flower knows three types of messages; what comes after the dot is ours
-TYPES: Mapping[str, str] = {
-    "hello": "query.hello",
-    "train": "train.train",
-    "settle": "train.settle",
-    "evaluate": "evaluate.evaluate",
-    "serve": "query.serve",
-}
 
 
-def to_records(packet: Packet) -> RecordDict:
-    """A packet as Flower's records: a slot is an array record, everything else a line of JSON."""
-    header = ConfigRecord({"header": packet.header()})
-    arrays = {f"{TREE}{slot}": ArrayRecord(dict(leaves)) for slot, leaves in packet.arrays().items()}
-    return RecordDict({HEADER: header, **arrays})
-
-
-def from_records(records: RecordDict) -> Packet:
-    """The packet again; a sentence if it is none."""
-    try:
-        header = records.config_records[HEADER]["header"]
-        arrays = {
-            key.removeprefix(TREE): dict(record.to_torch_state_dict()) for key, record in records.array_records.items()
-        }
-    except (LookupError, TypeError, ValueError) as error:
-        raise UserError(f"this is no packet of fedshift ({error!r})") from None
-    return Packet.read(str(header), arrays)
-
-
-# ---- the party's side ----------------------------------------------------------------------------------------------------
-def client_app(party: Callable[[Context], Party]) -> ClientApp:
-    """An app that answers packets; it has no code about any method."""
-    app = ClientApp()
-
-    def answer(message: Message, context: Context) -> Message:
-        return Message(to_records(party(context).answer(from_records(message.content))), reply_to=message)
-
-    decorators = {"query": app.query, "train": app.train, "evaluate": app.evaluate}
-    for kind in KINDS:
-        category, action = TYPES[kind].split(".")
-        decorators[category](action)(answer)
-    return app
-
-
-@cache
-def _party(settings: tuple[tuple[str, Any], ...]) -> Party:
-    return party_of(dict(settings))
-
-
-def node_app() -> ClientApp:
-    """The app of ``fedshift deploy client``: everything it needs is in the node's own settings and on its own disk."""
-    return client_app(lambda context: _party(tuple(sorted(context.node_config.items()))))
-
-
-# ---- the server's side ---------------------------------------------------------------------------------------------------
 @dataclass
 class GridExchange:
     """Packets through a grid. It knows a party by its key, or without keys by what it says at its first hello."""
@@ -131,8 +74,11 @@ class GridExchange:
             for node, packet in packets.items()
         ]
         replies = self.grid.send_and_receive(messages, timeout=deadline) if messages else []
+        asked = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
         for reply in replies:
             node = reply.metadata.src_node_id
+            if reply.has_error() and node not in packets:  # the server speaks for a node that is gone
+                node = asked.get(reply.metadata.reply_to_message_id, node)
             try:
                 if reply.has_error():
                     raise UserError(_plain(reply.error.reason or "it failed"))
@@ -206,18 +152,20 @@ def server_app() -> ServerApp:
     def main(grid: Grid, context: Context) -> None:
         kit = ServerKit(Path(str(context.run_config["folder"])))
         with Log(kit.log) as log:
-            serve(grid, kit.federation, kit.runs, bool(context.run_config["resume"]), log)
+            serve(grid, kit, bool(context.run_config["resume"]), log)
 
     return app
 
 
-def serve(grid: Grid, federation: Federation, out: Path, resume: bool, log: Log) -> None:
+def serve(grid: Grid, kit: ServerKit, resume: bool, log: Log) -> None:
     """Carry a federation's run out over a grid; a mistake of a person is one sentence in the log."""
+    federation = kit.federation
     try:
         exchange = GridExchange(grid, federation, log.note)
         log.note(f"federation {federation.spec.name} ({federation.id}): waiting for parties")
         exchange.gather(federation.spec.wait, federation.spec.deadline)
-        folder = carry_out(federation, exchange, out, resume, log)
+        folder = carry_out(federation, exchange, kit.runs, resume, log)
+        offer(folder, kit.offer)
         log.note(f"finished: {folder.path}")
     except UserError as error:
         log.note(f"error: {error}")

@@ -41,6 +41,11 @@ class ServerKit:
         return self.folder / "federation.log"
 
     @property
+    def offer(self) -> Path:
+        """What an unseen party needs to join."""
+        return self.folder / "for-unseen"
+
+    @property
     def app(self) -> Path:
         """The thin Flower app."""
         return self.folder / "app"
@@ -49,6 +54,11 @@ class ServerKit:
     def home(self) -> Path:
         """What Flower keeps for itself: its settings, its database, its apps."""
         return self.folder / "flower"
+
+    @property
+    def nodes(self) -> Path:
+        """Which of Flower's nodes is which party."""
+        return self.home / "nodes.json"
 
     def secret(self, name: str) -> Path:
         """A certificate or key, which must be there."""

@@ -24,7 +24,6 @@ from fedshift.engines.torch_flags import steady
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, Experiment
 from fedshift.runs.setup import Setup
-from fedshift.runs.write_artefacts import made_of
 from fedshift.store.folder import artefacts_folder
 
 
@@ -113,6 +112,8 @@ class Party:
 
     def _serve(self, packet: Packet) -> tuple[dict[str, Any], Tree]:
         """Write the artefact of this round's model into the party's own folder; nothing leaves."""
+        from fedshift.runs.write_artefacts import made_of  # once in a run: other messages need not wait for it
+
         ctx, _ = self._where(packet)
         target = self.artefacts / artefacts_folder(packet.facts["chooser"])
         if target.is_dir():

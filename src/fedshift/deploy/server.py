@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from fedshift.deploy.packet import Packet
 from fedshift.deploy.session import ServerJob, pinned
 from fedshift.engines.base import Compute
 from fedshift.engines.torch_flags import steady
-from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec
 from fedshift.runs.finish import finish
 from fedshift.runs.identity import config_of
+from fedshift.runs.new_folder import new_folder
 from fedshift.runs.plan import Twin, check_unfinished, check_writable
 from fedshift.runs.progress import Reporter
 from fedshift.store.folder import RunFolder
@@ -70,7 +71,7 @@ def _serve(job: ServerJob, engine: Remote, compute: Compute, say: Reporter) -> N
             packets[name] = Packet("serve", {**facts, **about, **listed}, without_handle(tree))
         served = engine.asked(packets)
         if missing := [name for name in packets if name not in served]:
-            raise UserError(
+            say.note(
                 f"no artefact was written at {', '.join(missing)}: repeat with --resume once they are there, nothing is "
                 "trained again"
             )
@@ -78,3 +79,17 @@ def _serve(job: ServerJob, engine: Remote, compute: Compute, say: Reporter) -> N
 
 def _entry(spec: AdapterSpec) -> dict[str, Any]:
     return {"name": spec.name, **({"label": spec.label} if spec.label else {}), **spec.options()}
+
+
+def offer(folder: RunFolder, target: Path) -> None:
+    """Put what an unseen party needs of a finished run into a folder of its own; no state of any party is in it."""
+    if target.is_dir():
+        return
+    names = ("config.toml", "metrics.jsonl", "done", "snapshot.safetensors")
+    files = [folder.path / name for name in names]
+    files += [*folder.path.glob("snapshots/*"), *folder.path.glob("adapters/*.jsonl")]
+    with new_folder(target) as place:
+        for path in files:
+            copy = place / path.relative_to(folder.path)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,20 +14,31 @@ from fedshift.core.adapter import Adapter
 from fedshift.core.context import Context
 from fedshift.core.method import Method
 from fedshift.core.tree import Tree
-from fedshift.data.task import Client
+from fedshift.data.task import Client, Task
 from fedshift.deploy.engine import Remote
 from fedshift.deploy.packet import Handle
-from fedshift.engines.base import Compute, Engine
+from fedshift.engines.base import Compute, Engine, Score
+from fedshift.runs.artefact import settings_of
 from fedshift.runs.deployment import Deployment
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
 from fedshift.runs.session import Session
+from fedshift.store.metric import VALIDATION
 from fedshift.store.state import State
 from fedshift.store.trees import load
 
 
 class ServerSession(Session):
-    """A session that knows of every client's local state only which round it is of (:class:`Handle`)."""
+    """A session that knows of every client's local state only which round it is of (:class:`Handle`).
+
+    A message takes long: what parties did or told for the models of one round is remembered, and not asked for again.
+    """
+
+    def __init__(self, *arguments: Any, last: int, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._last = last  # after so many rounds its test streams are asked for
+        self._deployments: dict[int, Deployment] = {}
+        self._told: dict[tuple[int, str], tuple[tuple[str, ...], dict[tuple[str, str], Score]]] = {}  # parts, scores
 
     def size_of(self, client: str) -> int:
         """How many images a party says it trains on."""
@@ -33,8 +46,28 @@ class ServerSession(Session):
 
     def deploy(self, state: State) -> Deployment:
         """The models of this state, which are at the parties."""
-        made = super().deploy(state)
-        return Afar(**{part.name: getattr(made, part.name) for part in fields(made)})
+        if state.round not in self._deployments:
+            made = super().deploy(state)
+            self._deployments[state.round] = Afar(**{part.name: getattr(made, part.name) for part in fields(made)})
+        return self._deployments[state.round]
+
+    def evaluate(
+        self,
+        adapters: Mapping[str, Adapter],
+        deployed: Mapping[str, Tree],
+        parts: Sequence[str],
+        task: Task | None = None,
+    ) -> dict[tuple[str, str], Score]:
+        """Scores by (client, part), of the parties that answer and agree to tell counts."""
+        number = Handle.of(next(iter(deployed.values()))).models
+        assert number is not None
+        key = number, json.dumps({name: settings_of(own) for name, own in adapters.items()}, default=str)
+        asked, known = self._told.get(key, ((), {}))
+        wanted = (*parts, VALIDATION, *self.task.streams) if number == self._last else parts
+        if missing := [part for part in dict.fromkeys(wanted) if part not in asked]:
+            known = {**known, **super().evaluate(adapters, deployed, missing, task)}
+            self._told[key] = ((*asked, *missing), known)
+        return {(name, part): score for (name, part), score in known.items() if part in parts}
 
     def after_local(self, state: State) -> dict[str, Tree]:
         """Parties are not asked to train for a score alone."""
@@ -84,12 +117,18 @@ class Afar(Deployment):
 class ServerJob(Job):
     """A job whose clients are elsewhere."""
 
+    sessions: dict[int, Session] = field(
+        default_factory=dict, repr=False, compare=False
+    )  # by engine: one for all its work
+
     def session(self, engine: Engine, compute: Compute, say: Reporter) -> Session:
         """The session that trains it."""
-        variant = self.experiment
-        return ServerSession(
-            self.setup, self.task, engine, compute, self.seed, variant.rounds, variant.participation, say.note
-        )
+        if id(engine) not in self.sessions:
+            shared = (self.setup, self.task, engine, compute, self.seed)
+            variant = self.experiment
+            made = ServerSession(*shared, variant.rounds, variant.participation, say.note, last=self.rounds)
+            self.sessions[id(engine)] = made
+        return self.sessions[id(engine)]
 
 
 def pinned(folder: Path) -> dict[str, list[int]]:

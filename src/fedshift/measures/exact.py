@@ -104,7 +104,7 @@ def ece(predictions: Predictions) -> float | None:
     >>> round(ece(Predictions(np.log([[0.8, 0.2], [0.2, 0.8]]), np.array([0, 0]))), 3)
     0.3
     """
-    return _calibration(predictions, lambda sure: np.clip(np.ceil(sure * BINS).astype(int) - 1, 0, BINS - 1))
+    return _calibration(predictions, _equal_bins)
 
 
 def adaptive_ece(predictions: Predictions) -> float | None:
@@ -112,11 +112,36 @@ def adaptive_ece(predictions: Predictions) -> float | None:
     return _calibration(predictions, lambda sure: np.argsort(np.argsort(sure, kind="stable")) * BINS // len(sure))
 
 
+def reliability(predictions: Predictions) -> list[tuple[float, float, int]]:
+    """What :func:`ece` sums up: mean confidence, accuracy and number of samples of each bin that has any.
+
+    >>> bins = reliability(Predictions(np.log([[0.8, 0.2], [0.2, 0.8]]), np.array([0, 0])))
+    >>> [(round(sure, 2), right, count) for sure, right, count in bins]
+    [(0.8, 0.5, 2)]
+    """
+    if predictions.broken or not len(predictions):
+        return []
+    sure, right = _confidence(predictions)
+    bins = _equal_bins(sure)
+    counts, sums, hits = (np.bincount(bins, weights, BINS) for weights in (None, sure, right))
+    return [(float(sums[k] / counts[k]), float(hits[k] / counts[k]), int(counts[k])) for k in np.flatnonzero(counts)]
+
+
+def _equal_bins(sure: Floats) -> Integers:
+    found: Integers = np.clip(np.ceil(sure * BINS).astype(int) - 1, 0, BINS - 1)
+    return found
+
+
+def _confidence(predictions: Predictions) -> tuple[Floats, Flags]:
+    """How sure each prediction is, and whether it is right."""
+    sure = np.exp(predictions.log_probabilities.max(1).astype(np.float64)).clip(0, 1)
+    return sure, predictions.predicted == predictions.labels
+
+
 def _calibration(predictions: Predictions, binned: Callable[[Floats], Integers]) -> float | None:
     if predictions.broken or not len(predictions):
         return None
-    sure = np.exp(predictions.log_probabilities.max(1).astype(np.float64)).clip(0, 1)
-    right = predictions.predicted == predictions.labels
+    sure, right = _confidence(predictions)
     bins = binned(sure)
     gaps = np.bincount(bins, sure, BINS) - np.bincount(bins, right, BINS)
     return float(np.abs(gaps).sum() / len(predictions))

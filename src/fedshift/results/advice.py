@@ -12,20 +12,18 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from fedshift.errors import UserError
 from fedshift.measures.measurement import MEASURES
 from fedshift.results.plain import Sheet
-from fedshift.results.stats import Difference, paired_difference
+from fedshift.results.stats import Difference, Values, comparable, paired_difference
 from fedshift.results.tables import capitalised, short_name
 from fedshift.results.trouble import BALANCED, FLOOR
 
 if TYPE_CHECKING:
     from fedshift.results.result import Result, Row
     from fedshift.store.metric import Metric
-
-Values: TypeAlias = Sequence[Mapping[str, float]]  # for each seed, by client
 
 
 @dataclass(frozen=True)
@@ -180,11 +178,11 @@ def _against(
         found.append("predicts one class")
     if any(score.summary.broken for score in scores):
         found.append("predictions that are not numbers")
-    if base is not None and base is not row and _pairs(balanced[id(row)], balanced[id(base)]):
+    if base is not None and base is not row and comparable(balanced[id(row)], balanced[id(base)]):
         change = paired_difference(balanced[id(row)], balanced[id(base)], seed=0)
         if change.mean < 0 and not change.noise:
             found.append(f"adaptation lowers balanced accuracy by {-change.mean:.1f}")
-    if floor is not None and row.method != FLOOR and _pairs(balanced[id(row)], balanced[id(floor)]):
+    if floor is not None and row.method != FLOOR and comparable(balanced[id(row)], balanced[id(floor)]):
         above = paired_difference(balanced[id(row)], balanced[id(floor)], seed=0)
         if above.noise or above.mean < 0:
             found.append("no better than the majority class")
@@ -264,13 +262,9 @@ def _per_client(row: Row, metrics: Sequence[Metric], measure: str) -> Values:
     return made if all(made) else []
 
 
-def _pairs(one: Values, other: Values) -> bool:
-    return bool(one) and len(one) == len(other) and all(a.keys() == b.keys() for a, b in zip(one, other, strict=True))
-
-
 def _between(row: Row, other: Row | None, values: Mapping[int, Values], sign: int) -> Difference | None:
     """What ``row`` is better by."""
-    if other is None or other is row or not _pairs(values[id(row)], values[id(other)]):
+    if other is None or other is row or not comparable(values[id(row)], values[id(other)]):
         return None
     first, second = (values[id(row)], values[id(other)]) if sign > 0 else (values[id(other)], values[id(row)])
     return paired_difference(first, second, seed=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,6 +15,7 @@ from fedshift.errors import UserError
 from fedshift.store.summary import mean_and_std
 
 Numbers: TypeAlias = npt.NDArray[Any]
+Values: TypeAlias = Sequence[Mapping[str, float]]  # for each seed, by client
 LEVEL = 95  # percent of resampled differences that the interval holds
 
 
@@ -36,9 +38,7 @@ def standard_error(values: Sequence[float]) -> float | None:
     return mean_and_std(values)[1] / math.sqrt(len(values)) if len(values) > 1 else None
 
 
-def paired_difference(
-    a: Sequence[Mapping[str, float]], b: Sequence[Mapping[str, float]], *, seed: int, samples: int = 2000
-) -> Difference:
+def paired_difference(a: Values, b: Values, *, seed: int, samples: int = 2000) -> Difference:
     """The client mean of ``a`` less that of ``b``, with a paired bootstrap over clients and seeds.
 
     Both have, for each seed in the same order, a number for each client (:meth:`fedshift.results.result.Row.accuracies`).
@@ -52,20 +52,58 @@ def paired_difference(
     >>> paired_difference(better, better[::-1], seed=0).noise
     True
     """
-    gaps = _gaps(a, b)
-    seeds, clients = gaps.shape
-    draws = np.random.default_rng(seed)
-    # how often each is drawn
-    of_seeds = draws.multinomial(seeds, np.full(seeds, 1 / seeds), size=samples)
-    of_clients = draws.multinomial(clients, np.full(clients, 1 / clients), size=samples)
-    means = _means(gaps, of_seeds, of_clients)
-    low, high = np.nanpercentile(means, [(100 - LEVEL) / 2, (100 + LEVEL) / 2])
+    (found,) = paired_differences(a, [b], seed=seed, samples=samples)
+    return found
+
+
+def paired_differences(a: Values, others: Sequence[Values], *, seed: int, samples: int = 2000) -> list[Difference]:
+    """:func:`paired_difference` of ``a`` and each of several others, which share the draws: far quicker than one by one.
+
+    >>> best, one = [{"a": 70.0, "b": 81.0}], [{"a": 60.0, "b": 70.0}]
+    >>> [found.noise for found in paired_differences(best, [one, best], seed=0)]
+    [False, True]
+    """
+    if not others:
+        return []
+    gaps = np.stack([_gaps(a, other) for other in others])  # [others, seeds, clients]
+    _, seeds, clients = gaps.shape
+    of_seeds, of_clients = _draws(seed, seeds, clients, samples)
+    low, high = _percentiles(_means(gaps, of_seeds, of_clients))
     (mean,) = _means(gaps, np.ones((1, seeds)), np.ones((1, clients)))
-    several = int((~np.isnan(gaps)).sum()) > 1
-    return Difference(float(mean), float(low), float(high), noise=not several or bool(low <= 0 <= high))
+    several = int((~np.isnan(gaps[0])).sum()) > 1
+    return [
+        Difference(float(m), float(lo), float(hi), noise=not several or bool(lo <= 0 <= hi))
+        for m, lo, hi in zip(mean, low, high, strict=True)
+    ]
 
 
-def _gaps(a: Sequence[Mapping[str, float]], b: Sequence[Mapping[str, float]]) -> Numbers:
+def comparable(a: Values, b: Values) -> bool:
+    """Whether both have the same clients under as many seeds, so that they can be compared in pairs.
+
+    >>> comparable([{"a": 1.0}], [{"a": 2.0}]), comparable([{"a": 1.0}], [{"b": 2.0}]), comparable([], [])
+    (True, False, False)
+    """
+    same = len(a) == len(b) and all(one.keys() == other.keys() for one, other in zip(a, b, strict=True))
+    return same and bool(a) and all(a)
+
+
+@lru_cache(maxsize=4)
+def _draws(seed: int, seeds: int, clients: int, samples: int) -> tuple[Numbers, Numbers]:
+    """How often each seed and each client is drawn: [samples, seeds] and [samples, clients]."""
+    draws = np.random.default_rng(seed)
+    of_seeds = draws.multinomial(seeds, np.full(seeds, 1 / seeds), size=samples)
+    return of_seeds, draws.multinomial(clients, np.full(clients, 1 / clients), size=samples)
+
+
+def _percentiles(means: Numbers) -> Numbers:
+    """Both ends of the interval [2, others]."""
+    ends = [(100 - LEVEL) / 2, (100 + LEVEL) / 2]
+    sure = not np.isnan(means).any()
+    found: Numbers = np.percentile(means, ends, axis=0) if sure else np.nanpercentile(means, ends, axis=0)
+    return found
+
+
+def _gaps(a: Values, b: Values) -> Numbers:
     """Differences [seeds, clients]; NaN where a seed does not have a client."""
     if len(a) != len(b) or any(one.keys() != other.keys() for one, other in zip(a, b, strict=True)):
         raise UserError("only results of the same seeds and clients can be compared in pairs")
@@ -76,11 +114,17 @@ def _gaps(a: Sequence[Mapping[str, float]], b: Sequence[Mapping[str, float]]) ->
 
 
 def _means(gaps: Numbers, of_seeds: Numbers, of_clients: Numbers) -> Numbers:
-    """Means over clients, then over seeds, with so many of each [draws, ...]; NaN where nobody was drawn."""
-    present = ~np.isnan(gaps)
+    """Means [draws, others] over clients, then over seeds, with so many of each [draws, ...]; NaN where nobody was drawn.
+
+    Who is missing under which seed is the same for all others.
+    """
+    others, seeds, clients = gaps.shape
+    present = ~np.isnan(gaps[0])
     weight = of_clients @ present.T.astype(float)  # [draws, seeds]: a seed need not have every client
-    sums = of_clients @ np.nan_to_num(gaps).T
-    whole = np.where(weight > 0, of_seeds, 0).sum(1)
-    by_seed = np.divide(sums, weight, out=np.zeros_like(sums), where=weight > 0)
-    means: Numbers = np.divide((of_seeds * by_seed).sum(1), whole, out=np.full(len(whole), np.nan), where=whole > 0)
+    sums = (of_clients @ np.nan_to_num(gaps).reshape(-1, clients).T).reshape(-1, others, seeds)
+    seen = np.where(weight > 0, of_seeds, 0)
+    by_seed = np.divide(sums, weight[:, None], out=np.zeros_like(sums), where=weight[:, None] > 0)
+    whole = np.broadcast_to(seen.sum(1)[:, None], sums.shape[:2])
+    total = (of_seeds[:, None] * by_seed).sum(2)
+    means: Numbers = np.divide(total, whole, out=np.full(whole.shape, np.nan), where=whole > 0)
     return means

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from fedshift.measures.confusion import Confusion
 from fedshift.measures.measurement import MEASURES
 from fedshift.results.result import Row
-from fedshift.results.stats import paired_difference
+from fedshift.results.stats import comparable, paired_difference, paired_differences
 from fedshift.results.tables import short_name
 from fedshift.store.lines import Evaluation, RoundLine
 
@@ -66,7 +66,7 @@ def harmful_adaptation(row: Row, base: Row) -> Iterator[str]:
     for metric, twins in row.twins.items():
         without = base.twins.get(metric, [])
         pair = [[score.values(BALANCED) for score in scores] for scores in (twins, without)]
-        if not _comparable(*pair):
+        if not comparable(*pair):
             continue
         found = paired_difference(*pair, seed=0)
         if found.mean < 0 and not found.noise:
@@ -88,8 +88,9 @@ def close_calls(rows: Sequence[Row], measure: str) -> Iterator[str]:
         return
     sign = 1 if MEASURES[measure].higher else -1
     best = max(values, key=lambda k: sign * _level(values[k]))
-    others = [k for k in values if k != best and _comparable(values[best], values[k])]
-    alike = [k for k in others if paired_difference(values[best], values[k], seed=0).noise]
+    others = [k for k in values if k != best and comparable(values[best], values[k])]
+    found = paired_differences(values[best], [values[k] for k in others], seed=0)
+    alike = [k for k, difference in zip(others, found, strict=True) if difference.noise]
     if alike:
         stream = short_name(metric).replace("\n", " ")
         them = _listed([_named(rows[k]) for k in alike])
@@ -98,11 +99,6 @@ def close_calls(rows: Sequence[Row], measure: str) -> Iterator[str]:
 
 def _level(values: Sequence[dict[str, float]]) -> float:
     return sum(math.fsum(own.values()) / max(len(own), 1) for own in values) / len(values)
-
-
-def _comparable(one: Sequence[dict[str, float]], other: Sequence[dict[str, float]]) -> bool:
-    same = len(one) == len(other) and all(a.keys() == b.keys() for a, b in zip(one, other, strict=True))
-    return same and bool(one) and all(one)
 
 
 def _same_model(row: Row, other: Row) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -256,8 +256,10 @@ def _settings(spec: AdapterSpec, setup: Setup, method: Method, ctx: Context | No
 
 def settings_of(adapter: Adapter) -> dict[str, Any]:
     """A registered adapter's name and all of its settings, from which :class:`AdapterSpec` makes it anew."""
-    name = next(name for name in ADAPTERS if ADAPTERS[name].make is type(adapter))
-    options = {key: getattr(adapter, key.replace("-", "_")) for key in ADAPTERS[name].options}
+    kinds = type(adapter).__mro__  # one with views is made of one without
+    name = next(name for kind in kinds for name in ADAPTERS if ADAPTERS[name].make is kind)
+    own = [option.name for option in fields(adapter) if option.name not in ("arch", "predict_with")]
+    options = {key.replace("_", "-"): getattr(adapter, key) for key in own}
     return {"name": name, **{key: value for key, value in options.items() if value is not None}}
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fedshift.blocks.calibration import SLOT as CALIBRATION
 from fedshift.core.arch import Arch
 from fedshift.core.context import Context, Phase
 from fedshift.core.method import Method
@@ -43,7 +44,7 @@ class Deployment:
         """The model of every client that is known: what it would receive now and its local state."""
         broadcast = self.setup.method.broadcast
         return {
-            name: self._method(name).deployed(broadcast(self.server, name, self.ctx), local)
+            name: self._counted(self._method(name).deployed(broadcast(self.server, name, self.ctx), local))
             for name, local in self.locals.items()
         }
 
@@ -68,11 +69,21 @@ class Deployment:
             replies = self._trained_alone(method, downs, own, task, engine, ctx)
             failed += [name for name, reply in replies.items() if not reply.finite]
             kept = {**own, **{name: reply.local for name, reply in replies.items() if reply.finite}}
-            made = {name: method.deployed(downs[name], local) for name, local in kept.items()}
+            made = {name: self._counted(method.deployed(downs[name], local), "common") for name, local in kept.items()}
             if not all(set(method.arch.parameters) <= set(tree.get("model", {})) for tree in made.values()):
                 return {}, failed
             trees |= made
         return {client.name: trees[client.name] for client in clients}, failed
+
+    def with_calibration(self, measured: Tensors, size: int) -> Deployment:
+        """The same with what clients measured on validation images, for which ``size`` bytes went up."""
+        return replace(self, server={**self.server, CALIBRATION: measured}, given_bytes=self.given_bytes + size)
+
+    def _counted(self, tree: Tree, kinds: str = "") -> Tree:
+        """Everybody has what was measured, if anything was: an unseen client of the ``common`` model alone."""
+        found = self.server.get(CALIBRATION, {})
+        own = {name: leaf for name, leaf in found.items() if name.startswith(kinds)}
+        return {**tree, CALIBRATION: own} if own else tree
 
     def serving(self, network: str) -> Deployment:
         """The same for unseen clients who all have this network."""

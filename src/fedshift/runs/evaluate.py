@@ -15,6 +15,7 @@ from fedshift.engines.balance import untouched
 from fedshift.engines.base import Density, Score
 from fedshift.experiment.schema import AdapterSpec, Experiment
 from fedshift.runs.answers import names_of
+from fedshift.runs.calibrate import calibrated
 from fedshift.runs.code import code_digest
 from fedshift.runs.deployment import Deployment, Snapshot
 from fedshift.runs.features import lacking, save_features
@@ -51,7 +52,7 @@ def score(job: Job, session: Session, say: Reporter) -> None:
     for state in (*last, *chosen.values()):
         if state.round not in models:
             say.doing(f"{title}: models of round {state.round}")
-            deployment = session.deploy(state)
+            deployment = calibrated(session, session.deploy(state), job.setup.spec.adapters)
             models[state.round] = _models(job, session, state, deployment, say)
             if untwinned:
                 stand_ins[state.round] = twin_models(job, session, deployment)

@@ -7,7 +7,7 @@ artefact holds class means, directions of spread and one number for each validat
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from fedshift.engines.base import Compute
 from fedshift.engines.reference import EVALUATION_CHUNK, pixels
 
 AXES = 64  # directions whose spread is told apart; all others share one
+PLACES = 8  # directions, of all classes together, along which images are placed
 LEAST = 16  # images of either part: fewer say nothing
 MOST = 1000  # images of either part that are looked at
 SURE = 0.95  # how often a model should be right where it is said to be sure
@@ -30,16 +31,18 @@ class Known:
     """Class means of features with one spread for all classes, and the scores of images that were not used for them.
 
     Features of a class are taken as a Gaussian whose covariance all classes share: ``spread`` along the ``axes`` of largest
-    variance, ``rest`` in every other direction. ``energy``, ``distance``, ``confidence`` and ``right`` belong to the same
-    validation images.
+    variance, ``rest`` in every other direction. ``energy``, ``distance``, ``places``, ``confidence`` and ``right`` belong to
+    the same validation images.
     """
 
     means: Tensor  # [classes that were there, features]
     axes: Tensor  # [features, directions]
     spread: Tensor  # [directions]: variances
     rest: Tensor  # []: the variance of any other direction
+    directions: Tensor  # [features, few]: in which features vary most, classes aside
     energy: Tensor  # [n]
     distance: Tensor  # [n]
+    places: Tensor  # [n, few]: along the directions
     confidence: Tensor  # [n]
     right: Tensor  # bool [n]: whether the model's answer was
     answered: Tensor  # int64 [outputs]: how often each class was the answer
@@ -67,17 +70,25 @@ class Known:
         left = float(variances[count:].sum()) / max(size - count, 1)
         shape = (means, axes[:, :count], variances[:count].clamp(min=floor), torch.tensor(max(left, floor)).double())
         means, axes, spread, rest = (leaf.float().contiguous() for leaf in shape)
+        directions = _principal(features - features.mean(0), 1)[1][:, :PLACES].float().contiguous()
         logits = validation.logits.double().cpu()
         empty = torch.zeros(0)
-        known = Known(means, axes, spread, rest, empty, empty, empty, empty.bool(), empty.long())
-        return Known(
-            *(means, axes, spread, rest),
+        shape_only = Known(
+            means, axes, spread, rest, directions, empty, empty, empty, empty, right=empty.bool(), answered=empty.long()
+        )
+        return replace(
+            shape_only,
             energy=energy_of(logits).float(),
-            distance=known.distances(validation.features.cpu()),
+            distance=shape_only.distances(validation.features.cpu()),
+            places=shape_only.placed(validation.features.cpu()),
             confidence=logits.softmax(1).amax(1).float(),
             right=logits.argmax(1) == truth.cpu(),
             answered=logits.argmax(1).bincount(minlength=logits.shape[1]),
         )
+
+    def placed(self, features: Tensor) -> Tensor:
+        """Where images lie along the directions."""
+        return features.to(self.directions) @ self.directions
 
     def distances(self, features: Tensor) -> Tensor:
         """From the nearest class mean, in standard deviations: the Mahalanobis distance."""
@@ -110,7 +121,7 @@ class Known:
 @torch.no_grad()
 def known_of(method: Method, tree: Tree, task: Task, client: Client, compute: Compute) -> Known | None:
     """Of a client's training and validation images; None if it has few, or if its model gives no numbers for them."""
-    parts = [index[:MOST] for index in (client.train, client.val)]
+    parts = [_some(index) for index in (client.train, client.val)]
     if min(map(len, parts)) < LEAST:
         return None
     training, validation = (_outputs(method, tree, task, index, compute) for index in parts)
@@ -118,6 +129,11 @@ def known_of(method: Method, tree: Tree, task: Task, client: Client, compute: Co
     if not all(leaf.shape[1] and leaf.isfinite().all() for leaf in numbers):
         return None
     return Known.of(training, task.labels[parts[0]], validation, task.labels[parts[1]])
+
+
+def _some(index: Tensor) -> Tensor:
+    """At most ``MOST`` of them, evenly spread: sources have images in the order of their classes."""
+    return index[torch.linspace(0, len(index) - 1, MOST).long()] if len(index) > MOST else index
 
 
 def _outputs(method: Method, tree: Tree, task: Task, index: Tensor, compute: Compute) -> Output:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fedshift.data.pool import Pool
 from fedshift.data.task import Task
 from fedshift.engines.auto import compute_for, engine_for
+from fedshift.engines.base import Compute
 from fedshift.engines.scratch import sweep
 from fedshift.engines.torch_flags import steady
 from fedshift.errors import UserError
 from fedshift.experiment.schema import Experiment
 from fedshift.results.collect import collect
 from fedshift.results.result import Result
+from fedshift.runs.filling import overlapping, processes_for
 from fedshift.runs.finish import finish
 from fedshift.runs.notebook import usual
 from fedshift.runs.plan import Job, check_unfinished, check_writable, planned
@@ -33,7 +36,7 @@ def run(
     device: str = "auto",
     resume: bool = False,
     restart: bool = False,
-    processes: int = 1,
+    processes: int | None = None,
     network: Network | None = None,
     data: Pool | Task | Mapping[str, Any] | None = None,
     reporter: Reporter | None = None,
@@ -46,8 +49,9 @@ def run(
 
     ``network`` is your own ``nn.Module`` (or a function that makes one) instead of ``[model]``; ``data`` your own pool or
     task instead of ``[data]``. Finished runs are read, not run again; unfinished ones need ``resume`` (go on from the
-    last checkpoint) or ``restart`` (begin again). ``processes``: so many runs at the same time, a process for each. In a
-    notebook a bar shows how far it is; ``reporter`` is told of everything instead.
+    last checkpoint) or ``restart`` (begin again). ``processes``: so many runs at the same time, a process for each; left
+    out, so many as fill a GPU, and one elsewhere. In a notebook a bar shows how far it is; ``reporter`` is
+    told of everything instead.
 
     >>> import tempfile
     >>> small = Experiment(rounds=1, baselines=False, data={"size": 8}, model={"name": "mlp", "hidden": [8]})
@@ -90,12 +94,12 @@ def carry_out(
     device: str = "auto",
     resume: bool = False,
     restart: bool = False,
-    processes: int = 1,
+    processes: int | None = None,
     reporter: Reporter | None = None,
 ) -> Result:
     """Train and score planned runs of one experiment, and return their results; options as in :func:`run`."""
     say = reporter or Silent()
-    if processes < 1:
+    if processes is not None and processes < 1:
         raise UserError(f"at least one run must be made at a time, not {processes}")
     sweep()  # what killed runs left in memory
     compute = compute_for(device, jobs[0].experiment.precision)
@@ -108,15 +112,18 @@ def carry_out(
             max(len(job.task.clients) for job in jobs),
         )
         check_writable(jobs)
-        if processes > 1 and chosen == "parallel":  # the cores are taken
+        if processes is not None and processes > 1 and chosen == "parallel":  # the cores are taken
             chosen = "sequential"
         say.plan([(job.setup.spec.title, job.seed, job.rounds) for job in jobs], chosen, str(compute.device))
         try:
             together = groups(jobs, worker, compute)
-            if processes > 1:
-                untrained = [group for group in together if not all(job.folder.done for job in group)]
-                side_by_side(untrained, processes, chosen, compute, resume, say)
-                together = [group for group in together if group not in untrained]
+            untrained = [group for group in together if not all(job.folder.done for job in group)]
+            with _seats(untrained, processes, chosen, compute) as count:
+                if count > 1:
+                    if processes is None:
+                        say.note(f"{count} runs are made at a time, which fills the GPU; --jobs 1 makes one")
+                    side_by_side(untrained, count, chosen, compute, resume, say)
+                    together = [group for group in together if group not in untrained]
             occupied = list[str]()
             for group in together:
                 try:
@@ -130,3 +137,14 @@ def carry_out(
             worker.close()
             say.close()
     return collect({job.folder.path: [spec.title for spec in job.setup.spec.adapters] for job in jobs})
+
+
+@contextmanager
+def _seats(groups: Sequence[Sequence[Job]], asked: int | None, engine: str, compute: Compute) -> Iterator[int]:
+    """How many of these groups are run at a time; meanwhile their kernels overlap, where a GPU can do that."""
+    wanted = processes_for(groups, engine, compute) if asked is None else asked
+    if wanted < 2:
+        yield wanted
+        return
+    with overlapping(compute) as together:
+        yield wanted if together or asked is not None else 1

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from fedshift.blocks.mean_views import check_views, with_views
 from fedshift.core import rng
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch
@@ -169,10 +170,14 @@ class Setup:
 
     def adapter(self, spec: AdapterSpec, method: Method, ctx: Context | None = None) -> Adapter:
         """An adapter on a method's deployed models; raises if the pair is not valid."""
-        cls = ADAPTERS[spec.name].make
+        entry = ADAPTERS[spec.name]
+        viewed = "views" in spec.options() and "views" not in entry.options
+        cls = with_views(entry.make) if viewed else entry.make
         adapter = with_options(
             cls, f"adapter {spec.name!r}", spec.options(), arch=method.arch, predict_with=method.predict
         )
+        if viewed:
+            check_views(spec.name, adapter)
         reason = missing_for_pair(self.spec.title, method.provides, spec.name, adapter)
         if reason:
             raise UserError(reason)

@@ -17,6 +17,7 @@ from fedshift.engines.base import Compute, Engine
 from fedshift.engines.vmapped import Vmapped
 from fedshift.engines.vmapped.multi_seed import Together, share_images
 from fedshift.measures.measurement import MEASURES
+from fedshift.runs.calibrate import calibrated
 from fedshift.runs.measuring import choosing
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
@@ -189,7 +190,8 @@ def _validate(job: Job, session: Session, state: State, progress: Progress) -> P
     """Score validation data (and test streams for the oracle), and keep the state if it is the best so far."""
     parts = [VALIDATION, *(job.task.streams if job.experiment.evaluate.oracle else ())]
     started = time.perf_counter()
-    deployed = session.deploy(state).trained()
+    choosers = job.setup.spec.validated(job.experiment.evaluate)
+    deployed = calibrated(session, session.deploy(state), choosers).trained()
     scores = session.evaluate(job.setup.plain, deployed, parts)
     by_part = {part: {name: score for (name, p), score in scores.items() if p == part} for part in parts}
     measure = job.experiment.evaluate.metric

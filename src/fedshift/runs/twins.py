@@ -7,12 +7,9 @@ but for all adapters alike, and it is their differences that advice compares.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import torch
-
-from fedshift.data.task import Client, Task
+from fedshift.data.task import Task
 from fedshift.errors import UserError
+from fedshift.runs.calibrate import as_unseen
 from fedshift.runs.deployment import Deployment
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
@@ -32,13 +29,7 @@ def has_twin(job: Job, say: Reporter) -> bool:
 def twin_of(job: Job, population: str) -> Task:
     """The twin task of those who trained, or with them in the place of unseen clients."""
     twin = job.twin()
-    return twin if population == "clients" else _as_unseen(twin)
-
-
-def _as_unseen(twin: Task) -> Task:
-    nothing = torch.zeros(0, dtype=torch.int64)
-    unseen = tuple(Client(client.name, nothing, nothing, client.test) for client in twin.clients)
-    return replace(twin, clients=(), unseen=unseen)
+    return twin if population == "clients" else as_unseen(twin)
 
 
 def twin_models(job: Job, session: Session, deployment: Deployment) -> list[Served]:

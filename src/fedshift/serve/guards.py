@@ -7,17 +7,17 @@ A sum never grows beyond ``h`` either, and the alarm is over when it is back at 
 
 The reference is what the artefact knows of its client's validation images (:class:`fedshift.runs.known.Known`).
 
-================  ===================================================================  ==========
-alarm             the hypothesis "it has changed"                                      falls back
-================  ===================================================================  ==========
-features          distances to class means have moved by one standard deviation        no
-confidence        so have the frozen model's confidences                               no
-classes           one class takes half of the frozen model's answers                   no
-unknown           most images are unlike anything known                                yes
-contradiction     the adapter overrules the frozen model where that one is sure        yes
-one class         the adapter moves answers to one class, and is sure of them          yes
-disagreement      most answers differ from the frozen model's, and are surer           yes
-================  ===================================================================  ==========
+================  ===============================================================================  ==============
+alarm             the hypothesis "it has changed"                                                  speaks of
+================  ===============================================================================  ==============
+features          distances to class means, or places in feature space, have moved by a deviation  drift
+confidence        so have the frozen model's confidences                                           drift
+classes           one class takes half of the frozen model's answers                               drift
+unknown           most images are unlike anything known                                            harm
+contradiction     the adapter overrules the frozen model where that one is sure                    harm
+one class         the adapter moves answers to one class, and is sure of them                      harm
+disagreement      most answers differ from the frozen model's, and are surer                       harm
+================  ===============================================================================  ==============
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from scipy.special import ndtri
 
 from fedshift.runs.known import Known
@@ -47,7 +48,7 @@ UNKNOWN, CONTRADICTION, ONE_CLASS, DISAGREEMENT = (0.2, 0.8), (0.1, 0.4), (0.1, 
 class Seen(NamedTuple):
     """What was seen of some samples, an entry for each."""
 
-    distance: Numbers
+    signals: Numbers  # [n, few]: distances and places; none where nothing is known
     unknown: Numbers  # bool
     frozen: Numbers  # classes, according to the frozen model
     frozen_confidence: Numbers
@@ -70,7 +71,7 @@ class Guards:
     ``false_alarms`` is how many there are in a sample on average at most, all alarms about drift together.
 
     >>> guards = Guards(2, None, 1e-6)
-    >>> same = Seen(*(np.zeros(40, dtype=kind) for kind in (float, bool, int, float, int, float)))
+    >>> same = Seen(np.zeros((40, 0)), *(np.zeros(40, dtype=kind) for kind in (bool, int, float, int, float)))
     >>> guards.names(guards.watched(guards.start(), same)[0])
     ()
     >>> guards.names(guards.watched(guards.start(), same._replace(unknown=np.ones(40, dtype=bool)))[0])
@@ -84,12 +85,17 @@ class Guards:
     @property
     def height(self) -> float:
         """Where a sum sets its alarm off."""
-        return math.log((4 + self.classes) / self.false_alarms)
+        return math.log(sum(name in DRIFT for name in self.alarms) / self.false_alarms)
 
     @cached_property
     def alarms(self) -> tuple[str, ...]:
         """The alarm that each detector belongs to."""
-        several = {"features": 2, "confidence": 2, "classes": self.classes, "one class": self.classes}
+        several = {
+            "features": 2 * len(self._signals),
+            "confidence": 2,
+            "classes": self.classes,
+            "one class": self.classes,
+        }
         return tuple(name for name in ALARMS for _ in range(several.get(name, 1)))
 
     @cached_property
@@ -120,6 +126,10 @@ class Guards:
         """How near the nearest alarm about harm is: 0 is calm, 1 sets it off."""
         return float(levels.sums[self.harmful].max()) / self.height
 
+    def drift(self, levels: Levels) -> float:
+        """How near the nearest alarm about drift is."""
+        return float(levels.sums[~self.harmful].max()) / self.height
+
     def by_alarm(self, levels: Levels) -> dict[str, float]:
         """How near each alarm is."""
         height, sums = self.height, levels.sums
@@ -143,8 +153,8 @@ class Guards:
         surer = seen.confidence >= np.minimum(seen.frozen_confidence, CERTAIN)
         sure = seen.frozen_confidence >= self._sure
         columns = [
-            *self._moved(self._distances, seen.distance),
-            *self._moved(self._confidences, seen.frozen_confidence),
+            *(self._moved(one, values) for one, values in zip(self._signals, seen.signals.T, strict=True)),
+            self._moved(self._confidences, seen.frozen_confidence),
             np.where(seen.frozen[:, None] == every, self._mix[0], math.log(HALF)),
             _ratio(seen.unknown, UNKNOWN),
             np.where(sure, _ratio(differs, CONTRADICTION), 0.0),
@@ -158,8 +168,12 @@ class Guards:
         return 0.9 if self.known is None else self.known.sure
 
     @cached_property
-    def _distances(self) -> Numbers | None:
-        return None if self.known is None else np.sort(self.known.distance.double().numpy())
+    def _signals(self) -> list[Numbers]:
+        """Each signal of the validation images, in order; none where nothing is known."""
+        if self.known is None:
+            return []
+        every = torch.cat([self.known.distance[:, None], self.known.places], 1)
+        return list(np.sort(every.double().numpy().T, axis=1))
 
     @cached_property
     def _confidences(self) -> Numbers | None:
@@ -182,15 +196,14 @@ class Guards:
         return ratios
 
     @staticmethod
-    def _moved(reference: Numbers | None, values: Numbers) -> tuple[Numbers, Numbers]:
-        """Both ways of a shift: values as normal scores among the reference, which is only as sure as it is large."""
+    def _moved(reference: Numbers | None, values: Numbers) -> Numbers:
+        """Both ways of a shift [n, 2]: values as normal scores among the reference, which is only as sure as it is large."""
         if reference is None:
-            return np.zeros(len(values)), np.zeros(len(values))
+            return np.zeros((len(values), 2))
         count = len(reference)
         below, upto = (np.searchsorted(reference, values, side=side) for side in ("left", "right"))
         scores = ndtri(((below + upto) / 2 + 0.5) / (count + 1))
-        slack = SHIFT / 2 + 2 / math.sqrt(count)
-        return SHIFT * (scores - slack), SHIFT * (-scores - slack)
+        return SHIFT * (np.stack([scores, -scores], 1) - (SHIFT / 2 + 2 / math.sqrt(count)))
 
 
 def _ratio(flags: Numbers, shares: tuple[float, float]) -> Numbers:

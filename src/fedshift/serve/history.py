@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class History:
         return [first, *(_version(number, load(path)[1]) for number, path in self._files().items())]
 
     def save(self, number: int, condition: Condition, why: str) -> Version:
-        """Write a version, and forget the oldest beyond ``keep``."""
+        """Write a version, and forget some of the old ones (:func:`kept`)."""
         deployed = self.service.deployed
         trees: dict[str, Tree] = {"tree": difference(condition.tree, deployed), "levels": _tree_of(condition.levels)}
         if condition.good is not condition.tree:
@@ -90,9 +90,9 @@ class History:
             "learnt": condition.learnt, "falls": condition.falls, "quiet": condition.quiet,
         }  # fmt: skip
         save(self._path(number), trees, facts)
-        kept = self._files()
-        for old in list(kept)[: -self.keep]:
-            kept[old].unlink(missing_ok=True)
+        files = self._files()
+        for old in set(files) - kept(files, self.keep):
+            files[old].unlink(missing_ok=True)
         return _version(number, facts)
 
     def load(self, number: int) -> Condition:
@@ -123,9 +123,9 @@ class History:
             quiet=facts["quiet"],
         )
 
-    def newest(self) -> int:
-        """The number of the last version."""
-        return max(self._files(), default=0)
+    def numbers(self) -> set[int]:
+        """Of the versions that have a file."""
+        return set(self._files())
 
     def _files(self) -> dict[int, Path]:
         files = (self.folder / "versions").glob("[0-9]*.safetensors")
@@ -133,6 +133,21 @@ class History:
 
     def _path(self, number: int) -> Path:
         return self.folder / "versions" / f"{number:08d}.safetensors"
+
+
+def kept(numbers: Iterable[int], keep: int) -> set[int]:
+    """Which of these versions to keep: the newest, and older ones ever further apart.
+
+    >>> sorted(kept(range(1, 101), 8))
+    [32, 48, 64, 72, 80, 88, 92, 93, 94, 95, 96, 97, 98, 99, 100]
+    """
+    newest = max(numbers, default=0)
+
+    def stays(number: int) -> bool:
+        octave = ((newest - number) // keep).bit_length()  # 0 for the newest, then twice as old each time
+        return octave == 0 or number % 2 ** (octave + 1) == 0
+
+    return {number for number in numbers if stays(number)}
 
 
 def _version(number: int, facts: Mapping[str, Any]) -> Version:

@@ -30,7 +30,9 @@ from fedshift.serve.unknown import Familiarity, Strangeness, nothing_known, on_c
 
 Mode = Literal["adapting", "frozen", "fallen back"]
 Did = Literal["adapted", "answered", "collecting", "doubted", "frozen", "fell back"]
+FallBack = Literal["drift", "harm", "never"]
 CALM, DOUBT = 0.1, 0.25  # shares of the way to an alarm about harm: a state to come back to; the frozen model answers
+STEADY = 0.6  # the share of the way to an alarm about drift up to which a state is one to come back to
 ENOUGH = 200  # images of either half from which a service without an artefact's knowledge learns what is usual
 
 
@@ -41,7 +43,9 @@ class Settings:
     fit_after: int = 64  # images, for adapters that look at a set first and were given none
     unknown_rate: float = 0.01  # of ordinary images that are called unknown
     false_alarms: float = 1e-6  # for each ordinary image
-    act: bool = True  # fall back to the frozen model, or only say that one should
+    fall_back: FallBack = (
+        "drift"  # to the frozen model: when images are not those it knows, at signs of harm, or not at all
+    )
     patience: int = 200  # ordinary images before adaptation begins again; doubles each time
 
 
@@ -180,14 +184,14 @@ def _answered(service: Service, before: Condition, pixels: Tensor, ids: Tensor) 
     own = plain if output is None else output
     adapted, deployed = on_cpu(own.logits), on_cpu(plain.logits)
     broken = not bool(sound(adapted).all())
+    before = _usual(service, before, plain)
     strangeness = _strangeness(before.judge, deployed, on_cpu(plain.features))
     levels, begun = before.judge.guards.watched(before.levels, _seen(adapted, deployed, strangeness))
-    counted = replace(_usual(service, before, plain), levels=levels, seen=before.seen + len(pixels))
+    counted = replace(before, levels=levels, seen=before.seen + len(pixels))
     events = tuple(f"alarm: {name}, at image {counted.seen}" for name in begun)
-    harm = before.judge.guards.names(levels, harm=True)
-    falls = settings.act and before.mode != "fallen back" and bool(harm or broken)
-    if falls:
-        why = "its answers are no numbers" if broken else f"alarm {', '.join(harm)}"
+    reasons = _reasons(settings.fall_back, before.judge.guards, levels, broken)
+    if reasons and before.mode != "fallen back":
+        why = ", ".join(reasons)
         events += (f"fell back to the frozen model at image {counted.seen}: {why}",)
         did: Did = "fell back"
         after = _fallen(service, counted)
@@ -196,7 +200,7 @@ def _answered(service: Service, before: Condition, pixels: Tensor, ids: Tensor) 
         after, said = _waited(service, counted, len(pixels))
         events += said
     else:
-        doubt = settings.act and counted.judge.guards.strain(levels) > DOUBT
+        doubt = settings.fall_back != "never" and counted.judge.guards.strain(levels) > DOUBT
         did = _did(before, tree)
         after = counted if before.mode == "frozen" else _learnt(counted, tree, len(pixels))
         after, said = _collected(service, after, pixels, ids)
@@ -206,6 +210,14 @@ def _answered(service: Service, before: Condition, pixels: Tensor, ids: Tensor) 
     telemetry = {} if output is None else {name: on_cpu(output.aux[name]) for name in service.adapter.telemetry}
     alarms = after.judge.guards.names(after.levels)
     return Answered(served, adapted, deployed, strangeness, telemetry, did, alarms, events), after
+
+
+def _reasons(fall_back: FallBack, guards: Guards, levels: Levels, broken: bool) -> list[str]:
+    """Why the frozen model should answer; nothing if it should not."""
+    if fall_back == "never":
+        return []
+    on = guards.names(levels, harm=fall_back == "harm")
+    return [*(["the adapter's answers are no numbers"] if broken else []), *(f"alarm {name}" for name in on)]
 
 
 def _did(before: Condition, tree: Tree) -> Did:
@@ -219,7 +231,8 @@ def _did(before: Condition, tree: Tree) -> Did:
 def _learnt(condition: Condition, tree: Tree, count: int) -> Condition:
     """With what the adapter has learnt; it is good as long as guards are calm."""
     moved = tree is not condition.tree
-    calm = condition.judge.guards.strain(condition.levels) <= CALM
+    guards, levels = condition.judge.guards, condition.levels
+    calm = guards.strain(levels) <= CALM and guards.drift(levels) <= STEADY
     good = tree if calm else condition.good
     return replace(condition, tree=tree, good=good, learnt=condition.learnt + (count if moved else 0))
 
@@ -262,7 +275,7 @@ def _strangeness(judge: Judge, logits: Tensor, features: Tensor) -> Strangeness:
 
 def _seen(adapted: Tensor, deployed: Tensor, strangeness: Strangeness) -> Seen:
     (answer, confidence), (plain, sure) = (_read(logits.numpy()) for logits in (adapted, deployed))
-    return Seen(strangeness.distance, strangeness.unknown, plain, sure, answer, confidence)
+    return Seen(strangeness.signals, strangeness.unknown, plain, sure, answer, confidence)
 
 
 def _read(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -281,5 +294,5 @@ def _usual(service: Service, condition: Condition, plain: Output) -> Condition:
     logits, features = torch.cat([one.logits for one in usual]), torch.cat([one.features for one in usual])
     halves = [Output(logits[half], features[half], {}, {}) for half in (slice(0, None, 2), slice(1, None, 2))]
     answers = [half.logits.argmax(1) for half in halves]
-    judge = service.judge(Known.of(halves[0], answers[0], halves[1], answers[1]))
+    judge = service.judge(Known.of(halves[0], answers[0], halves[1], answers[1]))  # with more detectors than before
     return replace(condition, judge=judge, levels=judge.guards.start(), usual=())

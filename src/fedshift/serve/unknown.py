@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fedshift.runs.known import Known, energy_of
@@ -19,6 +20,7 @@ class Strangeness(NamedTuple):
     distance: np.ndarray  # from the nearest class mean, in standard deviations
     rarity: np.ndarray  # the share of known images that are at least as strange, at most
     unknown: np.ndarray  # bool
+    signals: np.ndarray  # [n, few]: the distance, and places along the directions in which features vary most
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +45,9 @@ class Familiarity:
         """Of what the frozen model says about some images; on the CPU."""
         energy = energy_of(logits.float())
         distance = self.known.distances(features)
+        signals = torch.cat([distance[:, None], self.known.placed(features)], 1).numpy()
         rarity = self._rarity(energy.numpy(), distance.numpy())
-        return Strangeness(energy.numpy(), distance.numpy(), rarity, rarity <= self.rate)
+        return Strangeness(energy.numpy(), distance.numpy(), rarity, rarity <= self.rate, signals)
 
     def _rarity(self, energy: np.ndarray, distance: np.ndarray) -> np.ndarray:
         reference = self._reference
@@ -71,7 +74,7 @@ class Familiarity:
 def nothing_known(count: int) -> Strangeness:
     """Where there is nothing to compare with."""
     empty = np.full(count, np.nan)
-    return Strangeness(empty, empty, empty, np.zeros(count, dtype=bool))
+    return Strangeness(empty, empty, empty, np.zeros(count, dtype=bool), np.zeros((count, 0)))
 
 
 def on_cpu(leaf: Tensor) -> Tensor:

@@ -86,19 +86,21 @@ def _parts(table: Any) -> Sequence[ClientPredictions]:
     attributes = [name for name in table.column_names if name.startswith(ATTRIBUTE)]
     logs: Floats = np.stack([table[PROBABILITY + name].to_numpy() for name in names], 1)
     labels = pc.index_in(table["class"].cast(pa.string()), pa.array(names)).to_numpy().astype(np.int64)
-    where = [table[key].cast(pa.string()).to_pylist() for key in WHERE]
+    where = [table[key].combine_chunks().cast(pa.string()).dictionary_encode() for key in WHERE]
     ids, groups = table["image"].to_numpy(), table["group"].to_numpy()
     values = {name.removeprefix(ATTRIBUTE): table[name].cast(pa.string()).to_pylist() for name in attributes}
-    keys = list(zip(*where, strict=True))
-    starts = [k for k in range(len(keys)) if k == 0 or keys[k] != keys[k - 1]]
+    codes = np.stack([column.indices.to_numpy() for column in where], 1)  # [samples, 4]
+    changes = np.flatnonzero((codes[1:] != codes[:-1]).any(1)) + 1
+    starts = [0, *changes.tolist()] if len(codes) else []
     return [
         ClientPredictions(
-            Metric(*keys[start][:3]),
-            keys[start][3],
+            Metric(*named[:3]),
+            named[3],
             ids[start:end],
             groups[start:end],
             Predictions(logs[start:end], labels[start:end]),
             {name: column[start:end] for name, column in values.items()},
         )
-        for start, end in zip(starts, [*starts[1:], len(keys)], strict=True)
+        for start, end in zip(starts, [*starts[1:], len(codes)], strict=True)
+        for named in [[column.dictionary[code].as_py() for column, code in zip(where, codes[start], strict=True)]]
     ]

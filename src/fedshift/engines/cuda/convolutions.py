@@ -20,13 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fedshift.engines.cuda import trilinear
+from fedshift.core.optim import descended
+from fedshift.engines.cuda import maps, normalisation, trilinear
 from fedshift.engines.cuda.geometry import Geometry, Pair, positions
 
 FEW_POSITIONS = 16  # cuDNN has no fast kernel for a map of so many
 SMALL_PATCH = 100  # numbers in a patch that is cheap to write out
 MOST_NUMBERS = 1 << 29  # in one layer's patches, which training keeps until it goes back
-CHANNELS = 32  # kernels of our own like channels in multiples of this (``implicit.SUM``), but for those of pictures
+CHANNELS = 16  # kernels of our own like channels in multiples of this, but for those of pictures
 PICTURES = 4  # channels that pictures have at most
 PICTURE_PATCH = 150  # numbers in a patch of a picture up to which they are faster
 ADDRESSABLE = 1 << 30  # numbers of a client's batch that they can count
@@ -52,10 +53,11 @@ class StackedNormalisation(TorchFunctionMode):
 
 
 class StackedConvolutions(StackedNormalisation):
-    """While it lasts, 2d convolutions go the way that is fastest for stacked clients.
+    """While it lasts, 2d convolutions go the way that is fastest for stacked clients; so do pooling and steps of SGD.
 
-    ``stack`` is how many clients each call stands for: patches that would take too much memory are not written out.
-    ``ours`` says whether kernels of our own can be used; the ways that were gone are added to ``used``.
+    ``stack`` is how many clients each call stands for (None: as many as transforms have stacked, so that calls outside of
+    them stay torch's own): patches that would take too much memory are not written out. ``ours`` says whether convolutions
+    of our own can be used; the ways that were gone are added to ``used``.
 
     >>> x, weight, used = torch.ones(2, 3, 8, 8), torch.ones(4, 3, 5, 5), set()
     >>> with StackedConvolutions(used=used):
@@ -65,7 +67,7 @@ class StackedConvolutions(StackedNormalisation):
     {'patches'}
     """
 
-    def __init__(self, stack: int = 1, used: set[str] | None = None, ours: bool = False) -> None:
+    def __init__(self, stack: int | None = 1, used: set[str] | None = None, ours: bool = False) -> None:
         super().__init__()
         self._stack, self._ours = stack, ours
         self._used = set() if used is None else used
@@ -74,9 +76,65 @@ class StackedConvolutions(StackedNormalisation):
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Convolutions, and what else is not as it should be for stacked clients."""
+        given = kwargs or {}
+        if func is descended:
+            return _descended(*args, **given)
+        if func is F.max_pool2d:
+            return _pooled(*args, **given)
         if func is torch.conv2d or func is F.conv2d:
-            return _convolved(self._stack, self._used, self._ours, *args, **(kwargs or {}))
+            stack = transforms()[0] if self._stack is None else self._stack
+            if self._stack is not None or stack > 1:
+                return _convolved(stack, self._used, self._ours, *args, **given)
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def transforms() -> tuple[int, int]:
+    """How many clients ``vmap`` has stacked here, and how many times something is differentiated (forward: twice).
+
+    >>> from torch.func import grad, vmap
+    >>> found = []
+    >>> _ = vmap(grad(lambda x: (found.append(transforms()), x)[1]))(torch.ones(3))
+    >>> found, transforms()
+    ([(3, 1)], (1, 0))
+    """
+    stack, times = 1, 0
+    kinds = torch._C._functorch.TransformType
+    for level in torch._C._functorch.get_interpreter_stack() or ():
+        if level.key() == kinds.Vmap:
+            stack *= torch._C._functorch.CVmapInterpreterPtr(level).batchSize()
+        else:
+            times += 1 if level.key() == kinds.Grad else 2
+    return stack, times
+
+
+def _descended(
+    leaf: Tensor, grad: Tensor, velocity: Tensor | None, rate: Tensor | float, momentum: float, decay: float
+) -> tuple[Tensor, Tensor | None]:
+    """One pass where clients are stacked and nobody differentiates the step."""
+    stack, times = transforms()
+    if stack == 1 or times or (torch.is_grad_enabled() and (leaf.requires_grad or grad.requires_grad)):
+        return descended(leaf, grad, velocity, rate, momentum, decay)
+    rates = rate if isinstance(rate, Tensor) else leaf.new_full((), rate)
+    return maps.descended(leaf, grad, velocity, rates, momentum, decay)
+
+
+def _pooled(
+    input: Tensor,
+    kernel_size: int | Pair,
+    stride: int | Pair | None = None,
+    padding: int | Pair = 0,
+    dilation: int | Pair = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    """``F.max_pool2d``, in one pass each way."""
+    size = pair(kernel_size)
+    if ceil_mode or return_indices or pair(dilation) != (1, 1) or input.dim() != 4 or transforms()[0] == 1:
+        return F.max_pool2d(input, size, stride, padding, dilation, ceil_mode, return_indices)  # type: ignore[call-overload]
+    if math.prod(size) > maps.MOST_IN_A_WINDOW:
+        return F.max_pool2d(input, size, stride, padding)
+    image = (input.shape[2], input.shape[3])
+    return maps.max_pool(input, Geometry(image, size, pair(stride or kernel_size), pair(padding)))
 
 
 def _convolved(
@@ -117,6 +175,10 @@ def _normalised(
     cuDNN's refuses some that ``vmap`` makes: clients side by side as channels are not contiguous where each has one channel,
     and no copy of one's own changes that. It says so before it does anything; then the formula takes its place.
     """
+    own = training or running_mean is None or running_var is None
+    stack, times = transforms()
+    if own and stack > 1 and times <= 1 and input.numel() > input.shape[1] and normalisation.suits(input):
+        return _by_own_statistics(input, running_mean, running_var, weight, bias, momentum, eps)
     try:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     except RuntimeError as error:
@@ -126,14 +188,38 @@ def _normalised(
     mean, var = running_mean, running_var
     if training or mean is None or var is None:
         mean, var = input.mean(over), input.var(over, correction=0)
-        if running_mean is not None and running_var is not None:
-            count = input.numel() / input.shape[1]
-            unbiased = var.detach() * (count / (count - 1))
-            running_mean.copy_((1 - momentum) * running_mean + momentum * mean.detach())
-            running_var.copy_((1 - momentum) * running_var + momentum * unbiased)
+        _refresh(input, running_mean, running_var, mean.detach(), var.detach(), momentum)
     normalised = (input - mean.view(shape)) * (var.view(shape) + eps).rsqrt()
     normalised = normalised if weight is None else normalised * weight.view(shape)
     return normalised if bias is None else normalised + bias.view(shape)
+
+
+def _by_own_statistics(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """The same by kernels of our own."""
+    ones, zeros = input.new_ones(input.shape[1]), input.new_zeros(input.shape[1])
+    scale, shift = ones if weight is None else weight, zeros if bias is None else bias
+    y, mean, var = normalisation.batch_norm(input, scale, shift, eps)
+    _refresh(input, running_mean, running_var, mean, var, momentum)
+    return y
+
+
+def _refresh(
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, mean: Tensor, var: Tensor, momentum: float
+) -> None:
+    """What BatchNorm keeps for later is the unbiased variance."""
+    if running_mean is None or running_var is None:
+        return
+    count = input.numel() / input.shape[1]
+    running_mean.copy_((1 - momentum) * running_mean + momentum * mean)
+    running_var.copy_((1 - momentum) * running_var + momentum * (var * (count / (count - 1))))
 
 
 def fastest(stack: int, images: Shape, kernels: Shape, stride: Pair, padding: Pair, ours: bool) -> str:
@@ -151,7 +237,8 @@ def fastest(stack: int, images: Shape, kernels: Shape, stride: Pair, padding: Pa
     largest = images[0] * max(images[1], kernels[0]) * math.prod(geometry.frame)
     ours = ours and stack > 1 and implicit_pays(kernels, stride) and largest < ADDRESSABLE
     writable = stack * images[0] * spots * patch <= MOST_NUMBERS
-    if writable and (spots <= FEW_POSITIONS or (patch <= SMALL_PATCH and not ours)):
+    single = kernels[2:] == (1, 1)  # a product of matrices as it is
+    if writable and (single or spots <= FEW_POSITIONS or (patch <= SMALL_PATCH and not ours)):
         return "patches"
     return "implicit" if ours else "groups"
 
@@ -165,7 +252,7 @@ def implicit_pays(kernels: Shape, stride: Pair) -> bool:
     out, channels, tall, wide = kernels
     first = channels <= PICTURES and channels * tall * wide <= PICTURE_PATCH
     # on the way back, which pictures do not need, a stride means zeros between outputs that cost as much as outputs
-    later = channels % CHANNELS == 0 and stride == (1, 1)
+    later = channels % CHANNELS == 0 and max(stride) <= 2
     return out % CHANNELS == 0 and tall * wide > 1 and (first or later)
 
 

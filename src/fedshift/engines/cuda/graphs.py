@@ -94,10 +94,10 @@ def _compiled(step: Step) -> Step:
 def _copy(source: Tree, target: Tree) -> None:
     if source is target:
         return
-    for slot, leaves in source.items():
-        for name, leaf in leaves.items():
-            if leaf.data_ptr() != target[slot][name].data_ptr():
-                target[slot][name].copy_(leaf)
+    pairs = [(target[slot][name], leaf) for slot, leaves in source.items() for name, leaf in leaves.items()]
+    changed = [(old, new) for old, new in pairs if old.data_ptr() != new.data_ptr()]
+    if changed:  # in few launches: states have many small tensors
+        torch._foreach_copy_([old for old, _ in changed], [new for _, new in changed])
 
 
 def _apart(moved: Tree, static: Tree) -> Tree:

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from fedshift.engines.cuda.geometry import Geometry, Pair, Role, positions
 
-SUM = 32  # numbers that every step of a sum takes; channels come last if that makes whole steps of them
+SUM = 32  # numbers that every step of a sum takes
+FEW = 16  # or so many: channels come last if either makes whole steps of them
 BLOCKS = 1024  # enough to keep a GPU busy: sums over images are split until there are so many
 
 # Tiles of rows and columns, warps, stages: the fastest of those tried on an H200.
@@ -66,14 +67,15 @@ def correlate(x: Tensor, w: Tensor, frame: Pair, corner: Pair, apart: Pair, stri
     clients, count, channels = x.shape[:3]
     out, size = w.shape[1], (w.shape[3], w.shape[4])
     down, across = positions(frame, size, stride)
-    last = channels % SUM == 0
+    last = channels % FEW == 0
+    together = SUM if not last or channels % SUM == 0 else FEW
     tiles = (NARROW_TILES if out <= NARROW_TILES[1] else WIDE_TILES) if last else TABLE_TILES
     rows_tile, columns_tile, warps, stages = tiles
     columns_tile = min(columns_tile, _tile(out))
     rows, taps, whole = count * down * across, size[0] * size[1], frame[0] * frame[1]
     y = x.new_empty(clients, count, out, down, across)
     grid = (triton.cdiv(rows, rows_tile), triton.cdiv(out, columns_tile), clients)
-    walk = (down * across, across, *stride, rows % rows_tile == 0, rows_tile, columns_tile, SUM)
+    walk = (down * across, across, *stride, rows % rows_tile == 0, rows_tile, columns_tile, together)
     if last:
         x, w = _laid(x, frame, corner, apart), w.permute(0, 1, 3, 4, 2).contiguous()
         _correlate_last[grid](

@@ -5,7 +5,8 @@ next batch has one size move together and the others wait (``joint.py``). A clie
 the result is the sequential engine's.
 
 On CUDA a step that recurs is captured into a graph and replayed (``graphs.py``). A graph has a fixed number of clients,
-so a smaller group is filled up with copies of one of its members, whose results are thrown away.
+so a smaller group is filled up with copies of one of its members, whose results are thrown away. Clients who do not fit
+into memory together are stacked in parts (``memory.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fedshift.core.tree import Tree, map_tree, shapes, stack, to, unstack
 from fedshift.data.task import Client, Task
 from fedshift.engines import augment
 from fedshift.engines.base import Compute, Reply, Score
-from fedshift.engines.cuda.convolutions import StackedConvolutions, StackedNormalisation, implicit_pays, pair, shape_of
+from fedshift.engines.cuda.convolutions import StackedConvolutions, implicit_pays, pair, shape_of
 from fedshift.engines.cuda.graphs import Graphs, Step
 from fedshift.engines.cuda.trilinear import has_kernels
 from fedshift.engines.reference import (
@@ -44,6 +45,7 @@ from fedshift.engines.reference import (
 from fedshift.engines.schedule import Plan, draw, fitting, seeds_for
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped.grouping import joint_steps
+from fedshift.engines.vmapped.memory import Stacks
 from fedshift.engines.vmapped.streams import Lane, evaluate_lanes, suited
 
 # Samples a run works through before compiling its steps pays: it takes about half a minute and saves a fifth, but for
@@ -62,6 +64,7 @@ class Vmapped:
         self._placement = Placement(self.compute.device)
         self._compile = compile_step
         self._graphs = Graphs() if self.compute.device.type == "cuda" else None
+        self._stacks = Stacks(self.close)
         self._task: Task | None = None
         self._compiles: dict[Method, bool] = {}  # methods of this task, and whether their steps are compiled
         self._convolutions: set[str] = set()
@@ -82,13 +85,16 @@ class Vmapped:
         alike: dict[object, list[str]] = {}  # clients that can be stacked
         for name, down in downs.items():
             alike.setdefault((shapes(down), shapes(locals.get(name, {}))), []).append(name)
+
+        def cohort(some: Sequence[str]) -> dict[str, Reply]:
+            clients = [here.client(name) for name in some]
+            received, kept = [downs[name] for name in some], [locals.get(name, {}) for name in some]
+            return self._cohort(method, received, kept, clients, here, plan)
+
         replies: dict[str, Reply] = {}
-        for names in alike.values():
-            for start in range(0, len(names), self.max_clients):
-                some = names[start : start + self.max_clients]
-                clients = [here.client(name) for name in some]
-                received, kept = [downs[name] for name in some], [locals.get(name, {}) for name in some]
-                replies |= self._cohort(method, received, kept, clients, here, plan)
+        for form, names in alike.items():
+            title = f"clients of {type(method).__name__}"
+            replies |= self._stacks.work(title, (method, form), names, self.max_clients, cohort)
         return {name: replies[name] for name in downs}
 
     def evaluate(
@@ -101,11 +107,12 @@ class Vmapped:
         side_by_side = [part for part in parts if part not in carried and suited(adapter, here.setting(part))]
         others = [part for part in parts if part not in side_by_side]
         lanes = [Lane.of(adapter, here, client, part) for client in deployed for part in side_by_side]
-        with StackedNormalisation() if self._graphs is not None else nullcontext():
+        around = StackedConvolutions(None, ours=self._ours) if self._graphs is not None else nullcontext()
+        with around:  # adapters stack clients, or samples that each get weights of their own
             scores = Sequential(self.compute, self._placement).evaluate(adapter, deployed, task, others, seed)
             if lanes:
                 with torch.no_grad():
-                    scores |= evaluate_lanes(adapter, deployed, lanes, seed, self.compute)
+                    scores |= evaluate_lanes(adapter, deployed, lanes, seed, self.compute, self._stacks)
         return {(client, part): scores[client, part] for client in deployed for part in parts}
 
     def close(self) -> None:
@@ -189,6 +196,7 @@ class Vmapped:
         """Graphs hold memory: another task, or more methods than a mixed federation has, and the old ones go."""
         if task is not self._task or (method not in self._compiles and len(self._compiles) >= MOST_METHODS):
             graphs.clear()
+            self._stacks.clear()
             self._task, self._compiles = task, {}
         self._compiles.setdefault(method, self._compile or compiling_pays(method, work, self.compute))
 

@@ -23,6 +23,7 @@ from fedshift.data.task import Samples, Task
 from fedshift.engines.base import Compute, Density, Score, sound
 from fedshift.engines.reference import chunks, draws_of, pixels
 from fedshift.engines.vmapped.grouping import joint_steps
+from fedshift.engines.vmapped.memory import Stacks
 
 LONGEST = 64  # samples of a piece, for adapters that work through them one by one
 
@@ -60,9 +61,15 @@ def _powers(index: Tensor) -> list[Tensor]:
 
 
 def evaluate_lanes(
-    adapter: Adapter, deployed: Mapping[str, Tree], lanes: Sequence[Lane], seed: int, compute: Compute
+    adapter: Adapter,
+    deployed: Mapping[str, Tree],
+    lanes: Sequence[Lane],
+    seed: int,
+    compute: Compute,
+    stacks: Stacks | None = None,
 ) -> dict[tuple[str, str], Score]:
     """Scores by (client, part), for as many lanes together as memory likes."""
+    stacks = stacks or Stacks()
     scores: dict[tuple[str, str], Score] = {}
     ready = {lane: adapter.init(deployed[lane.client]) for lane in lanes if lane.pieces}
     alike: dict[object, list[Lane]] = {}
@@ -74,9 +81,12 @@ def evaluate_lanes(
         probe = pixels(group[0].samples.images, group[0].samples.index[:1], compute.dtype)
         width = at_once(ready[group[0]]["model"], probe, longest)
         group.sort(key=lambda lane: -len(lane.samples))  # lanes of one length start and end together
-        for start in range(0, len(group), width):
-            some = group[start : start + width]
-            scores |= _together(adapter, some, stack([ready[lane] for lane in some]), seed, compute)
+
+        def together(some: Sequence[Lane]) -> dict[tuple[str, str], Score]:
+            return _together(adapter, some, stack([ready[lane] for lane in some]), seed, compute)
+
+        title = f"streams of {type(adapter).__name__}"
+        scores |= stacks.work(title, (type(adapter), longest), group, width, together)
     for lane in lanes:
         scores.setdefault((lane.client, lane.part), Score(0, 0, 0.0))
     return scores

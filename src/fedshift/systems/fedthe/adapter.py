@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.blocks.head_mixing import entropy_slope, moving_average, search_weight
+from fedshift.blocks.mean_views import second_head
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
 from fedshift.core.options import NonNegative, NonNegativeInt, UnitInterval
@@ -71,7 +72,7 @@ class HeadEnsemble(Adapter):
     def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
         """One pass of the network, one search for all weights, and the history goes on."""
         output = self.predict_with(state, x)
-        generic = self.arch.classify(state["generic"], output.features)
+        generic = second_head(self.arch, state["generic"], output)
         smoothed, history = self._smoothed(state["history"], output.features)
         e = self._weights(state, generic, output.logits, smoothed)
         mixed = torch.lerp(output.logits, generic, e[:, None])  # exact at both ends

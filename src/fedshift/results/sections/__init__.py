@@ -1,0 +1,1 @@
+"""The sections of the report, a file each: pure functions from results to plain data, nothing where there is nothing."""

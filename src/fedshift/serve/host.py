@@ -1,0 +1,284 @@
+"""One client that is being served: its condition in memory, its versions on disk, its queue, its counts.
+
+The condition is changed by one thread alone, in which predictions and an operator's wishes come one after the other. Trees
+are never changed in place, so another thread writes versions meanwhile and nobody waits for the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from fedshift.errors import UserError
+from fedshift.runs.answers import Answers
+from fedshift.serve import service as heart
+from fedshift.serve.batching import Batcher
+from fedshift.serve.bodies import Refused, Sent
+from fedshift.serve.history import STOPPED, History, Version
+from fedshift.serve.numbers import Numbers
+from fedshift.serve.records import Record, Records
+from fedshift.serve.service import Answered, Condition, Service
+from fedshift.store.lock import Occupied, RunLock, owner_of
+
+Result = TypeVar("Result")
+log = logging.getLogger("fedshift.serve")
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """When what was learnt is written down."""
+
+    images: int = 100
+    seconds: float = 5.0
+    versions: int = 20
+    deadline: float = 0.05  # seconds that a request waits for company, where an adapter wants several images together
+
+
+class Host:
+    """See the module. ``open`` before, ``close`` after."""
+
+    def __init__(self, service: Service, folder: Path, keeping: Keeping) -> None:
+        self.service, self.keeping, self.numbers = service, keeping, Numbers()
+        self.history = History(folder, service, keeping.versions)
+        self.condition: Condition = service.begin()
+        self.versions: list[Version] = []
+        self._lock = RunLock(folder)
+        self._model = ThreadPoolExecutor(1, f"model-{service.name}")
+        self._disk = ThreadPoolExecutor(1, f"disk-{service.name}")
+        self._batcher = Batcher(self._answer, self._model, service.together, keeping.deadline)
+        self._saved: Condition = self.condition
+        self._saved_at = time.monotonic()
+        self._saving: Future[None] | None = None
+        self._unwritten: list[Record] = []
+        self._batches = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ---- life ----------------------------------------------------------------------------------------------------------
+    def open(self, fit_on: Callable[[Service], tuple[torch.Tensor, torch.Tensor]] | None = None) -> None:
+        """Take the folder, and go on from its last version; a new service first looks at the images it was given."""
+        try:
+            self._lock.__enter__()
+        except Occupied:
+            raise UserError(f"{self.history.folder} is in use by {owner_of(self.history.folder)}") from None
+        self.history.claim()
+        for left in (self.history.folder / "versions").glob(".*"):  # of a write that was killed
+            left.unlink(missing_ok=True)
+        self.records = Records(self.history.folder)
+        self.versions = self.history.versions()
+        last = self.versions[-1]
+        if last.number:
+            self.condition = self.history.load(last.number)
+            self._say(f"goes on from version {last.number}, after {last.seen} images")
+            if last.why != STOPPED:
+                self._say(
+                    f"the server before was killed: what was learnt after version {last.number} is lost, at most "
+                    f"{self.keeping.images} images or {self.keeping.seconds:g} seconds and what was under way"
+                )
+        elif not self.condition.fitted and fit_on is not None:
+            pixels, ids = fit_on(self.service)
+            self.condition = heart.fitted(self.service, self.condition, pixels, ids)
+            self._say(f"adapter {self.service.label} has adapted to {len(pixels)} images of --fit-on")
+            self._write(self.condition, "fitted", [])
+        if not self.condition.fitted:
+            self._say(
+                f"adapter {self.service.label} looks at a set first: it will adapt after "
+                f"{self.service.settings.fit_after} images, or at once with --fit-on FOLDER"
+            )
+        if self.service.artefact.known is None:
+            self._say("the artefact knows nothing of its client's images: the first 400 will be taken for ordinary")
+        self._saved = self.condition
+
+    def start(self) -> None:
+        """Begin to answer; in an event loop."""
+        self._tasks = [asyncio.create_task(self._batcher.run()), asyncio.create_task(self._clock())]
+
+    def stop(self) -> None:
+        """Answer no more."""
+        for task in self._tasks:
+            task.cancel()
+
+    def close(self) -> None:
+        """Write down what was learnt, and let go of the folder."""
+        self._model.shutdown()
+        self._disk.shutdown()
+        self._write(self.condition, STOPPED, self._unwritten)
+        self.records.close()
+        self._lock.__exit__(None, None, None)
+
+    # ---- answers -------------------------------------------------------------------------------------------------------
+    async def predict(self, sent: Sent) -> dict[str, Any]:
+        """Answers to the images of a request."""
+        return await self._batcher.ask(sent, len(sent.names))
+
+    def _answer(self, requests: list[Sent]) -> list[dict[str, Any]]:
+        pixels = torch.cat([request.pixels for request in requests])
+        ids = torch.cat([request.ids for request in requests])
+        names = [name for request in requests for name in request.names]
+        pieces, after = heart.answered(self.service, self.condition, pixels, ids)
+        self.condition = after
+        told: list[dict[str, Any]] = []
+        for piece in pieces:
+            told += self._told(piece, names[len(told) :], self._batches)
+            self._batches += 1
+        for piece in pieces:
+            for event in piece.events:
+                self._say(event)
+                if event.startswith("alarm: "):
+                    self.numbers.alarms[event.removeprefix("alarm: ").partition(",")[0]] += 1
+        self._keep()
+        about = {
+            "client": self.service.name,
+            "adapter": self.service.label,
+            "mode": after.mode,
+            "version": self.versions[-1].number,
+            "alarms": list(pieces[-1].alarms),
+        }
+        answers, start = [], 0
+        for request in requests:
+            answers.append({**about, "answers": told[start : start + len(request.names)]})
+            start += len(request.names)
+        return answers
+
+    def _told(self, piece: Answered, names: Sequence[str], batch: int) -> list[dict[str, Any]]:
+        """A piece's answers as people read them; they are counted and remembered too."""
+        answers = Answers.of(piece.logits, self.service.classes)
+        codes, chances = answers.codes.tolist(), answers.probabilities.tolist()
+        adapted, frozen = piece.adapted.argmax(1).tolist(), piece.frozen.argmax(1).tolist()
+        strange = [column.tolist() for column in piece.strangeness]
+        known = self.condition.judge.familiarity is not None
+        telemetry = {name: values.tolist() for name, values in piece.telemetry.items()}
+        classes = self.service.classes
+        told = []
+        for i, code in enumerate(codes):
+            unknown = strange[3][i]
+            one = {
+                "id": names[i],
+                "label": UNKNOWN if unknown else classes[code],
+                "class": classes[code],
+                "confidence": chances[i][code],
+                "probabilities": dict(zip(classes, chances[i], strict=True)),
+                "unknown": unknown,
+                "did": piece.did,
+                "frozen": classes[frozen[i]],
+                "batch": batch,
+                "telemetry": {name: values[i] for name, values in telemetry.items()},
+            }
+            if known:
+                one |= {"energy": strange[0][i], "distance": strange[1][i], "rarity": strange[2][i]}
+            told.append(one)
+        self._unwritten += map(Record, names[: len(codes)], codes, adapted, frozen)
+        self.numbers.answers(
+            codes,
+            sum(row[code] for row, code in zip(chances, codes, strict=True)),
+            sum(strange[3]),
+            sum(map(int.__ne__, adapted, frozen)),
+            len(codes) if piece.did in ("fell back", "doubted") else 0,
+            {name: sum(values) for name, values in telemetry.items()},
+        )
+        return told
+
+    # ---- what an operator may do ----------------------------------------------------------------------------------------
+    async def reset(self) -> Version:
+        """Begin again as deployed."""
+        return await self._changed(lambda: heart.reset(self.service, self.condition), "reset")
+
+    async def freeze(self) -> Version:
+        """Learn nothing more."""
+        return await self._changed(lambda: heart.frozen(self.condition), "frozen")
+
+    async def resume(self) -> Version:
+        """Adapt again."""
+        return await self._changed(lambda: heart.resumed(self.condition), "resumed")
+
+    async def rollback(self, number: int) -> Version:
+        """Go back to a version."""
+
+        def back() -> Condition:
+            try:
+                return heart.restored(self.condition, self.history.load(number))
+            except UserError as error:
+                raise Refused(404, str(error)) from None
+
+        return await self._changed(back, f"rolled back to {number}")
+
+    async def feedback(self, truth: Mapping[str, str]) -> dict[str, Any]:
+        """Labels that came later, by sample id."""
+        codes = {name: code for code, name in enumerate(self.service.classes)}
+        wrong = [label for label in truth.values() if label not in codes]
+        if wrong:
+            raise Refused(400, f"there is no class {wrong[0]!r}; there are: {', '.join(self.service.classes)}")
+
+        def noted() -> dict[str, Any]:
+            waiting, self._unwritten = self._unwritten, []
+            self.records.add(waiting)
+            missing = self.records.label({name: codes[label] for name, label in truth.items()})
+            if len(missing) == len(truth):
+                raise Refused(404, "no image with such an id was answered here")
+            return {
+                "noted": len(truth) - len(missing),
+                "missing": missing,
+                "accuracy": self.records.accuracies(self.service.classes),
+            }
+
+        return await asyncio.get_running_loop().run_in_executor(self._disk, noted)
+
+    async def accuracies(self) -> dict[str, Any]:
+        """Running accuracies of labels that came later."""
+        count = self.records.accuracies
+        return await asyncio.get_running_loop().run_in_executor(self._disk, count, self.service.classes)
+
+    # ---- versions ------------------------------------------------------------------------------------------------------
+    async def _changed(self, change: Callable[[], Condition], why: str) -> Version:
+        """Carry out a wish between two predictions, and write the version at once."""
+
+        def carried_out() -> Future[None]:
+            self.condition = change()
+            self._say(why)
+            return self._disk.submit(self._write, self.condition, why, self._handed_over())
+
+        written = await asyncio.get_running_loop().run_in_executor(self._model, carried_out)
+        await asyncio.wrap_future(written)
+        return self.versions[-1]
+
+    def _keep(self) -> None:
+        """Write a version if it is time, in the thread for the disk; one at a time."""
+        condition, now = self.condition, time.monotonic()
+        due = condition.seen - self._saved.seen >= self.keeping.images or now - self._saved_at >= self.keeping.seconds
+        if condition is self._saved or not due or (self._saving is not None and not self._saving.done()):
+            return
+        self._saved, self._saved_at = condition, now
+        self._saving = self._disk.submit(self._write, condition, "kept", self._handed_over())
+
+    def _handed_over(self) -> list[Record]:
+        handed, self._unwritten = self._unwritten, []
+        return handed
+
+    def _write(self, condition: Condition, why: str, records: list[Record]) -> None:
+        try:
+            version = self.history.save(self.versions[-1].number + 1, condition, why)
+            self.records.add(records)
+            there = self.history.numbers()
+            self.versions = [one for one in (*self.versions, version) if one.number in there or not one.number]
+        except (OSError, UserError) as error:
+            self._say(f"version {self.versions[-1].number + 1} could not be written: {error}")
+
+    async def _clock(self) -> None:
+        """What was learnt is written in time even if no more images come."""
+        while True:
+            await asyncio.sleep(min(1.0, self.keeping.seconds))
+            with contextlib.suppress(RuntimeError):  # the pool is closed at the end
+                await asyncio.get_running_loop().run_in_executor(self._model, self._keep)
+
+    def _say(self, line: str) -> None:
+        self.numbers.say(line)
+        log.warning("%s: %s", self.service.name, line)

@@ -1,0 +1,81 @@
+"""DICOM: the window is applied, and twelve bits keep their contrast."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pydicom
+import pytest
+from pydicom.dataset import FileDataset, FileMetaDataset
+from pydicom.uid import ExplicitVRLittleEndian, SecondaryCaptureImageStorage, generate_uid
+
+from fedshift.data.dicom import dicom_picture, is_dicom
+
+
+def dicom(values: np.ndarray, **tags: Any) -> bytes:
+    meta = FileMetaDataset()
+    meta.MediaStorageSOPClassUID, meta.TransferSyntaxUID = SecondaryCaptureImageStorage, ExplicitVRLittleEndian
+    meta.MediaStorageSOPInstanceUID = generate_uid()
+    file = FileDataset("", {}, file_meta=meta, preamble=bytes(128))
+    colour = values.ndim == 3
+    file.Rows, file.Columns, file.SamplesPerPixel = values.shape[0], values.shape[1], 3 if colour else 1
+    file.PhotometricInterpretation = "RGB" if colour else "MONOCHROME2"
+    if colour:
+        file.PlanarConfiguration = 0
+    file.BitsAllocated = 8 * values.dtype.itemsize
+    file.BitsStored = 12 if file.BitsAllocated == 16 else 8
+    file.HighBit, file.PixelRepresentation = file.BitsStored - 1, int(values.dtype.kind == "i")
+    file.PixelData = values.tobytes()
+    for name, value in tags.items():
+        setattr(file, name, value)
+    stream = io.BytesIO()
+    pydicom.dcmwrite(stream, file, enforce_file_format=True)
+    return stream.getvalue()
+
+
+RAMP = np.arange(4096, dtype=np.uint16).reshape(64, 64)
+
+
+def test_twelve_bits_keep_their_contrast() -> None:
+    data = dicom(RAMP)
+    assert is_dicom(data)
+    pixels = np.asarray(dicom_picture(data))
+    assert pixels.dtype == np.uint8
+    assert (pixels.min(), pixels.max(), len(np.unique(pixels))) == (0, 255, 256)
+    assert (np.diff(pixels.flatten().astype(int)) >= 0).all()
+
+
+def test_the_files_window_is_applied_after_its_rescaling() -> None:
+    window = {"WindowCenter": 40, "WindowWidth": 400, "RescaleIntercept": -1024, "RescaleSlope": 1}
+    pixels = np.asarray(dicom_picture(dicom(RAMP, **window))).flatten().astype(int)
+    units = RAMP.flatten().astype(int) - 1024
+    assert (pixels[units < -165] == 0).all()
+    assert (pixels[units > 245] == 255).all()
+    assert abs(pixels[units == 40][0] - 128) <= 2
+    other = np.asarray(dicom_picture(dicom(RAMP, **window), window=(40, 400))).flatten().astype(int)
+    assert np.abs(pixels - other).max() <= 2
+    assert np.asarray(dicom_picture(dicom(RAMP, **window), window=(-600, 1500))).flatten()[units == -600][0] == 128
+
+
+def test_signed_inverted_and_coloured_images() -> None:
+    signed = (RAMP.astype(np.int16) - 2048).astype(np.int16)
+    assert np.array_equal(np.asarray(dicom_picture(dicom(signed))), np.asarray(dicom_picture(dicom(RAMP))))
+    inverted = dicom_picture(dicom(RAMP, PhotometricInterpretation="MONOCHROME1"))
+    assert np.array_equal(np.asarray(inverted), 255 - np.asarray(dicom_picture(dicom(RAMP))))
+    colours = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    assert np.array_equal(np.asarray(dicom_picture(dicom(colours))), colours)
+
+
+def test_what_is_no_image_is_refused_in_a_sentence() -> None:
+    for data, words in (
+        (b"nothing", "cannot be read"),
+        (dicom(RAMP)[:300], "cannot be"),
+        (dicom(RAMP, NumberOfFrames=4), "4 images"),
+    ):
+        with pytest.raises(ValueError, match=r"DICOM") as said:
+            dicom_picture(data)
+        assert words in str(said.value) or "has no image" in str(said.value)
+    with pytest.raises(ValueError, match="64x64 pixels is too large"):
+        dicom_picture(dicom(RAMP), most_pixels=1000)
