@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -132,3 +133,24 @@ def refusal(registry: Registry[Any], noun: str, name: str, options: Mapping[str,
     with pytest.raises(UserError) as said:
         with_options(registry[name].make, f"{noun} {name!r}", kebab, **fixed)
     return str(said.value)
+
+
+def unseal(folder: Path) -> None:
+    """A run folder as versions without seals left it, states aside."""
+    config = (folder / "config.toml").read_text().partition("# seal: ")[0]
+    (folder / "config.toml").write_text(config)
+    done = json.loads((folder / "done").read_text())
+    kept = {key: value for key, value in done.items() if key not in ("seal", "sealed", "lines", "adapted-rounds")}
+    (folder / "done").write_text(json.dumps(kept))
+    for path in (folder / "metrics.jsonl", *folder.glob("adapters/*.jsonl"), *folder.glob("twins/*.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        plain = [{key: value for key, value in line.items() if key != "seal"} for line in lines]
+        path.write_text("".join(json.dumps(line) + "\n" for line in plain))
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    """A settings file as somebody has changed it by hand, and said so in its last line."""
+    text, mark, _ = path.read_text().partition("# seal: ")
+    assert old in text
+    assert mark
+    path.write_text(f"{text.replace(old, new)}{mark}edited\n")

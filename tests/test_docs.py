@@ -281,7 +281,7 @@ def test_the_site_in_a_browser(site: Path) -> None:
             assert drawn > 0
         resize(driver, 1280)
         driver.get(f"{(site / 'index.html').as_uri()}?q=scaffold")
-        found = "return [...document.querySelectorAll('.md-search-result__link, .md-search__output a')].map(a => a.href).join()"
+        found = "return [...document.querySelectorAll('.md-search__output a')].map(a => a.href).join()"
         until(lambda: "methods/scaffold.html" in (driver.execute_script(found) or ""))
 
 

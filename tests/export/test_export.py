@@ -30,6 +30,7 @@ from fedshift.export.network_files import NETWORK_FILES
 from fedshift.join import join
 from fedshift.runs.setup import make_task
 from fedshift.store.folder import RunFolder
+from tests.conftest import edit
 
 METHODS: list[dict[str, Any]] = [
     {"name": "fedbn", "adapters": ["none", {"name": "tent", "lr": 0.01, "batch-size": 16}, "t3a", "eata"]},
@@ -146,8 +147,7 @@ def test_what_a_run_did_not_write_is_made_from_its_data(world: World, tmp_path: 
             for config in configs:
                 config.get("adapter", []).sort(key=lambda entry: entry["label"])
             assert configs[0] == configs[1]
-    text = (folders[0] / "config.toml").read_text()
-    (folders[0] / "config.toml").write_text(text.replace("embedded:digits", "parquet:/nowhere/*.parquet"))
+    edit(folders[0] / "config.toml", "embedded:digits", "parquet:/nowhere/*.parquet")
     assert "cannot be made again" in refused(folders[0], "paper", out=tmp_path / "gone")
 
 

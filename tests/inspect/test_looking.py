@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedshift import Experiment, Task, run
+from fedshift import Experiment, Task, UserError, run
 from fedshift.core.arch import Output
 from fedshift.core.tree import Tensors
 from fedshift.inspect import inspect, looking
@@ -97,8 +97,15 @@ def test_the_chosen_state_is_looked_at(tmp_path: Path) -> None:
     rounds = {rule: numbers_of(out, select=rule)["fedavg"]["round"] for rule in ("best-val", "last")}
     assert rounds == {"best-val": load(out / "best.safetensors")[1]["round"], "last": 3}
     assert rounds["best-val"] != 3
-    (out / "best.safetensors").unlink()  # as a run without validation data leaves it
-    assert numbers_of(out)["fedavg"]["round"] == 3
+    (out / "best.safetensors").unlink()  # what cannot be made again is never replaced by another state
+    with pytest.raises(UserError, match=r"best\.safetensors is missing; put it back from a copy"):
+        numbers_of(out)
+
+
+def test_without_validation_it_is_the_last_state(tmp_path: Path) -> None:
+    (out,) = run(digits(rounds=2, split={"train": 0.8, "val": 0.0, "test": 0.2}), tmp_path, engine="sequential").folders
+    assert not (out / "best.safetensors").exists()
+    assert numbers_of(out)["fedavg"]["round"] == 2
 
 
 def test_which_model(runs: Path) -> None:

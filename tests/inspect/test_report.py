@@ -25,6 +25,7 @@ from fedshift.results.plots.clouds import few
 from fedshift.store.folder import RunFolder
 from fedshift.store.metric import Metric
 from fedshift.store.trees import load, save
+from tests.conftest import edit
 from tests.experiment.test_bad_input import parquet
 from tests.inspect.conftest import digits
 from tests.runs.test_features import error_of
@@ -136,25 +137,20 @@ def without(name: str) -> object:
 
 
 def rewritten(old: str, new: str) -> object:
-    def change(folder: Path) -> None:
-        text = (folder / "config.toml").read_text()
-        assert old in text
-        (folder / "config.toml").write_text(text.replace(old, new))
-
-    return change
+    return lambda folder: edit(folder / "config.toml", old, new)
 
 
 BROKEN = {
     "unfinished": (without("done"), "holds no finished run; there is an unfinished one"),
     "no settings": (without("config.toml"), "config.toml"),
     "settings of something else": (rewritten("task-hash", "hash"), "is not a run's: it has no 'task-hash'"),
-    "not TOML": (rewritten("seed = ", "seed = = "), "is not a run folder"),
+    "not TOML": (rewritten("seed = ", "seed = = "), "config.toml is damaged (it is no TOML: "),
     "another version": (rewritten("format = ", "format = 9"), "another version of fedshift"),
     "data that are gone": (rewritten("embedded:digits", "folder:/nowhere"), "cannot be made again: "),
     "other data": (rewritten("limit = 700", "limit = 650"), "are not there any more: its settings give task"),
     "another network": (rewritten("hidden = [12]", "hidden = [13]"), "trained another network"),
     "an unknown method": (rewritten('name = "fedavg"', 'name = "fedmine"'), "fedmine"),
-    "no state": (without("*.safetensors"), "has no saved state any more"),
+    "no state": (without("*.safetensors"), "best.safetensors is missing; put it back from a copy"),
     "a damaged state": (lambda folder: (folder / "best.safetensors").write_bytes(b"no"), "is damaged"),
 }  # fmt: skip
 

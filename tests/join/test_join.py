@@ -44,7 +44,7 @@ from fedshift.runs.session import Session
 from fedshift.runs.setup import make_setup, make_task
 from fedshift.store.folder import RunFolder
 from fedshift.store.metric import Metric
-from tests.conftest import some_of
+from tests.conftest import edit, some_of
 
 UNSEEN = "font"
 TENT = {"name": "tent", "lr": 0.01, "batch-size": 16}
@@ -309,9 +309,7 @@ def test_a_run_needs_neither_its_data_nor_its_clients(world: World, a_few: Path,
         moved.mkdir()
         for name in ("config.toml", "snapshot.safetensors", "done", "metrics.jsonl"):
             shutil.copy(world.folder(method) / name, moved)
-        text = (moved / "config.toml").read_text()
-        assert 'source = "embedded:digits"' in text
-        (moved / "config.toml").write_text(text.replace("embedded:digits", "parquet:/nowhere/*.parquet"))
+        edit(moved / "config.toml", 'source = "embedded:digits"', 'source = "parquet:/nowhere/*.parquet"')
         there = join(world.folder(method), a_few, "none", tmp_path / f"{method}-a")
         assert join(moved, a_few, "none").predictions == there.predictions
 
@@ -705,8 +703,7 @@ def test_unfinished_old_and_damaged_runs_are_refused(world: World, a_few: Path, 
     (damaged / "snapshot.safetensors").write_bytes(b"x" * 100)
     assert "is damaged" in refused(damaged, a_few)
     other = copy("other")
-    text = (other / "config.toml").read_text()
-    (other / "config.toml").write_text(text.replace("hidden = [12]", "hidden = [13]"))
+    edit(other / "config.toml", "hidden = [12]", "hidden = [13]")
     assert "was trained with another network than its config.toml makes now" in refused(other, a_few)
     assert "there is no folder" in refused(tmp_path / "nowhere", a_few)
     assert "is not a run folder" in refused(sorted(a_few.iterdir())[0], a_few)

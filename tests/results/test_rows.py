@@ -20,6 +20,7 @@ from fedshift.store.lines import History
 from fedshift.store.metric import Metric
 from fedshift.store.rows import ScoreRow, Told
 from fedshift.store.summary import ClientScore, Summary
+from tests.conftest import unseal
 from tests.results.test_reports import MEAN, THREE, tented
 from tests.runs.test_run import command, go, lines, refuse, tiny
 
@@ -87,6 +88,7 @@ def test_a_run_of_version_0_1_is_read(
     for path in [*(new.folders[0] / "adapters").glob("*.jsonl")]:  # that version had accuracy alone
         path.write_text("".join(json.dumps(accuracy_alone(line)) + "\n" for line in lines(path)))
     shutil.rmtree(new.folders[0] / "twins")
+    unseal(new.folders[0])
     shutil.copytree(tmp_path / "new", tmp_path / "old")
     (folder,) = (RunFolder(tmp_path / "old" / path.relative_to(tmp_path / "new")) for path in new.folders)
     files = [folder.path / "metrics.jsonl", *(folder.path / "adapters").glob("*.jsonl")]

@@ -24,6 +24,7 @@ from fedshift.store.lines import RoundLine
 from fedshift.store.metric import Metric
 from fedshift.store.rows import ScoreRow
 from fedshift.store.summary import ClientScore, Summary, mean_over, summarise
+from tests.conftest import unseal
 from tests.results.test_reports import cells, tented
 from tests.runs.test_run import BOTH, SIZES, command, go, lines, tiny
 
@@ -38,16 +39,16 @@ def made(adapter: str, accuracy: float, broken: int = 0, **more: object) -> Row:
 
 
 def shown(result: Result) -> list[str]:
-    return [str(cell) for cell in result.table().columns[2].cells]
+    return [cell.markup for cell in result.table().columns[2].cells]
 
 
 def test_a_broken_score_is_marked_and_never_the_best() -> None:
     assert shown(Result((made("none", 60), made("mine", 90, 9), made("tent", 70)), ())) == [
         "60.0",
         "90.0 !",
-        "[bold]70.0[/]",
+        "[bold]70.0[/bold]",
     ]
-    assert shown(Result((made("none", 60), made("mine", 90, 9)), ())) == ["[bold]60.0[/]", "90.0 !"]
+    assert shown(Result((made("none", 60), made("mine", 90, 9)), ())) == ["[bold]60.0[/bold]", "90.0 !"]
     assert shown(Result((made("none", 60, 1), made("mine", 90, 9)), ())) == ["60.0 !", "90.0 !"]
     rules = Result((made("mine", 90, 9),), ()).rules_table()
     assert [str(cell) for column in list(rules.columns)[2:] for cell in column.cells] == ["90.0 !"] * 2
@@ -191,6 +192,7 @@ def test_a_diverging_run_says_so(
     assert scores in said
     done = json.loads((result.folders[0] / "done").read_text())
     assert done["best-round"] == -1  # no round had validation that could be chosen by
+    unseal(result.folders[0])
     log = result.folders[0] / "metrics.jsonl"
     log.write_text(log.read_text().replace('"diverged"', '"left-out"'))  # as version 0.1 called it
     assert collect(find_runs(tmp_path)).trouble == (note, scores)
@@ -211,6 +213,7 @@ def test_inspect_notes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_a_client_that_mostly_diverges_is_named(tmp_path: Path) -> None:
     (folder,) = go(tiny(rounds=3), tmp_path).folders
+    unseal(folder)
     log = folder / "metrics.jsonl"
     kept = [json.loads(line) for line in log.read_text().splitlines()]
     log.write_text(
@@ -231,6 +234,7 @@ def test_cost_to_target_never_counts_a_broken_round(tmp_path: Path) -> None:
     (folder,) = go(tiny(rounds=3), tmp_path).folders
     before = overhead(folder, 1.0)
     assert before.runs[0][2].rounds == 1
+    unseal(folder)
     log = folder / "metrics.jsonl"
     kept = [json.loads(line) for line in log.read_text().splitlines()]
     wrong = [{k: {**v, "broken": 1} if isinstance(v, dict) else v for k, v in line.items()} for line in kept]

@@ -14,6 +14,7 @@ from fedshift import Experiment, run
 from fedshift.results.plots import task as plots
 from fedshift.runs.open import open_run
 from fedshift.runs.setup import make_task
+from tests.conftest import edit
 from tests.runs.test_run import POOL, command, go, tiny
 
 
@@ -107,7 +108,7 @@ def test_a_run_without_a_word_on_stratifying_was_not_stratified(tmp_path: Path) 
     assert open_run(new).experiment.split == {"stratify": True}
     text = (old / "config.toml").read_text()
     assert "stratify = false" in text
-    (old / "config.toml").write_text(text.replace("stratify = false", ""))
+    edit(old / "config.toml", "stratify = false", "")
     for folder in (new, old):
         opened = open_run(folder)
         assert opened.job(data=POOL).task.hash == opened.config["task-hash"]

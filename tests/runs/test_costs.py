@@ -255,7 +255,7 @@ def test_what_cannot_be_counted_leaves_an_empty_cell_and_a_note(tmp_path: Path) 
     assert [note for note in result.notes if note not in result.trouble] == [f"fedavg: {reason}"]
     stored = json.loads((result.folders[0] / "costs.json").read_text())
     assert (stored["flops-step"], stored["notes"]) == (None, [reason])
-    shown = {str(column.header): list(column.cells) for column in result.costs_table().columns}
+    shown = {str(column.header): list(map(str, column.cells)) for column in result.costs_table().columns}
     assert shown["step\nGFLOPs"] == shown["round\nGFLOPs"] == [""]
     assert shown["para-\nmeters"] == ["1.186k"]
 
@@ -446,7 +446,7 @@ def test_the_table_fits_a_terminal(costs: dict[str, float]) -> None:
 def test_a_row_for_every_method_and_point() -> None:
     rows = [Row(m, a, (("train.lr", lr),), (0,), {}, LARGE) for m in ("a", "b") for lr in (1, 2) for a in ("none", "x")]
     table = Result(tuple(rows), ()).costs_table()
-    cells = {str(column.header): list(column.cells) for column in table.columns}
+    cells = {str(column.header): list(map(str, column.cells)) for column in table.columns}
     assert (cells["method"], cells["train.lr"]) == (["a", "a", "b", "b"], ["1", "2", "1", "2"])
     assert cells["para-\nmeters"] == ["86.57M"] * 4
     assert cells["up\nMiB"] == ["660"] * 4

@@ -86,7 +86,7 @@ def test_the_file_is_what_a_forward_pass_of_the_best_model_gives(tmp_path: Path)
     clients = ["east", "north", "west", "south"]
     assert metadata == {
         "clients": clients, "unseen": ["south"], "classes": list(task.classes), "round": facts["round"], "seed": 2,
-        "task-hash": task.hash, "stream": "original", "at-most": 6,
+        "task-hash": task.hash, "stream": "original", "at-most": 6, "seal": metadata["seal"],
     }  # fmt: skip
     sizes = [min(6, len(task.samples(task.client(name), "original"))) for name in clients]
     assert tensors["client"].tolist() == [k for k, size in enumerate(sizes) for _ in range(size)]
@@ -200,7 +200,9 @@ def test_made_once_and_again_for_another_number(tmp_path: Path, monkeypatch: pyt
     assert len(Features.load(file).labels) == 3 * len(SIZES)
     # a file that is cut off, or one that is gone, is made again
     file.write_bytes(whole[:100])
-    with pytest.raises(UserError, match="holds no features or is damaged"):
+    with pytest.raises(
+        UserError, match=r"features.safetensors is damaged \(.*\); repeat its fedshift run to make it again"
+    ):
         Features.load(file)
     go(with_features(5), tmp_path, resume=True)
     assert file.read_bytes() == whole

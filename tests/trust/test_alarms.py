@@ -25,7 +25,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 def cells(result: Result, adapter: str) -> list[str]:
     number = next(k for k, row in enumerate(result.rows) if (row.method, row.adapter) == ("fedavg", adapter))
-    return [str(list(column.cells)[number]) for column in result.table().columns]
+    return [list(column.cells)[number].markup for column in result.table().columns]
 
 
 def test_a_constant_classifier_is_marked_named_and_never_the_best(result: Result) -> None:

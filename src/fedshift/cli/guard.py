@@ -1,7 +1,10 @@
-"""How the program ends: a user's mistake is one sentence, and a request to stop is heard."""
+"""How the program ends: what is wrong is one sentence, and a request to stop is heard."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import signal
 import sys
 import threading
@@ -11,7 +14,7 @@ from typing import Any, NoReturn
 
 from rich.text import Text
 
-from fedshift.errors import UserError
+from fedshift.errors import HostError, UserError
 from fedshift.results.plain import Screen, plain
 
 
@@ -45,14 +48,52 @@ def _stoppable() -> Iterator[None]:
 
 def guarded(command: Callable[[], Any]) -> NoReturn:
     """Carry out a command and end the program with the exit code it deserves."""
+    _speak_anything()
+    code: Any = 0
     try:
         with _stoppable():
             command()
+    except SystemExit as ended:  # how typer ends
+        code = ended.code
     except UserError as error:
-        said = plain(str(error), lines=False)
-        Screen(stderr=True, soft_wrap=True).print(Text.assemble(("error:", "bold red"), f" {said}"))
-        sys.exit(2)
+        code = _refuse(error)
     except _Stopped as stopped:
-        Screen(stderr=True).print("stopped; add --resume to go on from the last checkpoint")
-        sys.exit(stopped.code)
-    sys.exit(0)
+        _say("stopped; add --resume to go on from the last checkpoint")
+        code = stopped.code
+    except UnicodeEncodeError as error:
+        code = _refuse(HostError(f"{error.object!r} cannot be written in this locale: set PYTHONUTF8=1"))
+    except MemoryError:
+        code = _refuse(HostError("there is not enough memory"))
+    except OSError as error:
+        code = _refuse(HostError.of(error)) if _flushed() else 1
+    sys.exit(code if _flushed() else code or 1)
+
+
+def _refuse(error: UserError) -> int:
+    _say(Text.assemble(("error:", "bold red"), f" {plain(str(error), lines=False)}"))
+    return error.exit_code
+
+
+def _say(text: str | Text) -> None:
+    with contextlib.suppress(OSError):  # then there is nobody to tell
+        Screen(stderr=True, soft_wrap=True).print(text)
+
+
+def _speak_anything() -> None:
+    """Where the locale has no UTF-8, what it has no letters for is spelt out, instead of ending the program."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _flushed() -> bool:
+    """Whether all output could be written; if not, that is said once, and the rest is dropped."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # who closes a pipe has seen enough
+            _refuse(HostError.of(error, "the output"))
+        return False
+    return True

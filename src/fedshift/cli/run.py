@@ -30,11 +30,15 @@ def run(
     engine: Annotated[
         str,
         typer.Option(
-            help="auto, sequential, parallel or vmapped; all give the same numbers up to rounding (float64: 1e-10)"
+            help="auto, sequential, parallel or vmapped. In float64 they agree to 1e-10; in float32 rounding differs and "
+            "grows from round to round, so compare runs of one engine. Each run writes down its own."
         ),
     ] = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with interrupted runs.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Begin interrupted runs again.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Also what takes longer than a week, or more memory than is free.")
+    ] = False,
     jobs: Annotated[
         int | None,
         typer.Option("--jobs", "-j", help="So many runs at a time, a process each; left out: as many as fill a GPU."),
@@ -42,10 +46,12 @@ def run(
     clients: Clients = False,
 ) -> None:
     """Train every method of an experiment, test every adapter, print the table, write the page. Finished parts stay."""
+    from fedshift.engines.auto import compute_for
     from fedshift.experiment.schema import Experiment
     from fedshift.results.plots.pictures import density_picture, map_picture, option_map, result_picture
     from fedshift.results.plots.task import task_picture
     from fedshift.results.tables import check_room
+    from fedshift.runs.estimate import check_size
     from fedshift.runs.progress import Terminal
     from fedshift.runs.run import carry_out, plan
 
@@ -58,6 +64,8 @@ def run(
         planned = plan(chosen, out, reporter=reporter)
         if clients:  # said now, not after hours
             check_room(max(len(job.task.clients) + len(job.task.unseen) for job in planned))
+        if not yes:
+            check_size(planned, compute_for(device, chosen.precision).device)
         result = carry_out(
             planned,
             engine=engine,

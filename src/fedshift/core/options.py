@@ -98,11 +98,11 @@ def parse_options(cls: Any, what: str, options: Mapping[str, object], fixed: Col
             raise UserError(f"{what} has no option {given!r}; {hint}")
         if key != given and key in options:
             raise UserError(f"{what}: {given} is another name of {key}; give one of them")
-        option = known[key]
+        option, listed = known[key], tuple(value) if isinstance(value, list) else value
         try:
             if isinstance(value, bool):  # before it is taken for a number
                 option.check(key, value)
-            values[key.replace("-", "_")] = typed = TypeAdapter(option.hint).validate_python(value)
+            values[key.replace("-", "_")] = typed = TypeAdapter(option.hint).validate_python(listed, strict=True)
             option.check(key, typed)
         except ValidationError as error:
             message = error.errors()[0]["msg"]

@@ -44,6 +44,9 @@ class Splitting:
                 raise UserError(f"[split] {name.replace('_', '-')} must lie in 0..1, not {value}")
         if not self.from_file and abs(self.train + self.val + self.test - 1) > 1e-6:
             raise UserError(f"[split] train + val + test must be 1, not {self.train + self.val + self.test:g}")
+        if isinstance(self.unseen, tuple) and len(set(self.unseen)) < len(self.unseen):
+            twice = next(name for name in self.unseen if self.unseen.count(name) > 1)
+            raise UserError(f"[split] unseen names {twice!r} twice")
         if self.train_limit < 0:
             raise UserError(f"[split] train-limit must not be negative, not {self.train_limit}")
         if self.tune and self.val == 0:

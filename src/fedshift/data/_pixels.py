@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from fedshift.data._room import check_room
 from fedshift.data._rows import Rows, line
 from fedshift.errors import UserError
 
@@ -31,9 +32,13 @@ def decode(rows: Rows, size: int | tuple[int, int] | None, channels: int) -> tup
 
     ``size`` is the side of a square, or width and height; None keeps what is there.
     """
+    if size is not None:
+        width, height = (size, size) if isinstance(size, int) else size
+        check_room(len(rows.encoded), (channels, height, width))
     with _own_limit():
         first, _ = _picture(rows, 0, size, channels)
     shape = first.shape
+    check_room(len(rows.encoded), shape)
     images = np.empty((len(rows.encoded), *shape), dtype=np.uint8)
 
     def some(start: int) -> Counter[str]:

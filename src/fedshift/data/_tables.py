@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from fedshift.data._columns import ROLES, group_hint, optional, text_of, usual
+from fedshift.data._patterns import matches
 from fedshift.data._pixels import in_threads
 from fedshift.data._rows import SPLITS, Request, Rows, as_codes, class_names, facts_of, line
 from fedshift.data._source_cache import cached, file_digest, table_digest
@@ -237,19 +238,18 @@ def _path_groups(part: Part, named: str, table: Any) -> list[str]:
     assert paths is not None
     column, pattern = paths.group("column", "pattern")
     try:
-        wanted = re.compile(pattern) if pattern else re.compile(".*", re.DOTALL)
-    except re.error as error:
+        re.compile(pattern or "")
+    except (re.error, RecursionError, OverflowError) as error:
         raise UserError(f'the group "{named}" is no regular expression after its "~": {line(error)}') from error
     kind = table.column(column).type
     if not pa.types.is_struct(kind) or kind.get_field_index("path") < 0:
         raise UserError(f'column "{column}" of "{part.name}" holds no paths to make groups of')
-    groups: list[str] = []
-    for i, path in enumerate(pc.struct_field(table.column(column), "path").to_pylist()):
+    found = pc.struct_field(table.column(column), "path").to_pylist()
+    for i, path in enumerate(found):
         if not path:
             raise UserError(f'there is no path in column "{column}" of "{part.name}", row {i}, to make a group of')
-        hit = wanted.search(path)
-        groups.append(f"part {hit.group()}" if hit and hit.group() else f"path {path}")  # a part is never a whole path
-    return groups
+    hits = matches(pattern, found) if pattern else found
+    return [f"part {hit}" if hit else f"path {path}" for hit, path in zip(hits, found, strict=True)]
 
 
 def _texts(part: Part, role: str, column: str, table: Any) -> list[str]:

@@ -84,7 +84,7 @@ def save(folder: Path, task: Stored) -> None:
 def load(folder: Path, pool: Pool, content: Tensor) -> Stored | None:
     """The cached task, or None if it is not there or damaged (then it is made again)."""
     try:
-        facts = json.loads((folder / "task.json").read_text())
+        facts = json.loads((folder / "task.json").read_text(encoding="utf-8"))
         with np.load(folder / "arrays.npz", allow_pickle=False) as file:
             arrays = {key: torch.from_numpy(file[key]) for key in file.files}
         streams = {

@@ -35,10 +35,12 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from fedshift.core import rng
+from fedshift.data._room import check_room
 from fedshift.data.pool import Pool
 from fedshift.errors import UserError
 
 _PER_FONT_CLASS = 45
+_IMAGES = 2247
 _FONTS = (
     *("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSansMono", "DejaVuSansMono-Bold"),
     *("DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSerif-Italic", "DejaVuSansMono-Oblique"),
@@ -77,6 +79,7 @@ def digits(size: int = 32, seed: int = 0) -> Pool:
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < 8:
         raise UserError(f"embedded digits need a size of at least 8 pixels, not {size!r}")
+    check_room(_IMAGES, (3, size, size))
     drawings, classes = _handwriting()
     shares = _deal(classes, len(_HANDWRITTEN), seed)
     looks = [look(drawings[ids], ids, size, seed) for look, ids in zip(_HANDWRITTEN.values(), shares, strict=True)]

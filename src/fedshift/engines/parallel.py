@@ -72,12 +72,12 @@ class Parallel:
         pieces = _pieces(names, [len(task.client(name).train) for name in names], self.workers * PIECES_PER_WORKER)
         common = _common([downs[name] for name in names])
         inbox = self._file()
-        write(inbox, {"common": common})
+        write(inbox, {"common": common}, seal=False)
         jobs = []
         for piece in pieces:
             letter = self._file()
             own = {f"down {name}": _apart(downs[name], common) for name in piece}
-            write(letter, {**own, **{f"local {name}": locals.get(name, {}) for name in piece}})
+            write(letter, {**own, **{f"local {name}": locals.get(name, {}) for name in piece}}, seal=False)
             jobs.append((shipped, where, str(inbox), str(letter), piece, plan, self.compute, str(self._file())))
         replies: dict[str, Reply] = {}
         for answer in self._run(_train_piece, jobs):
@@ -97,11 +97,11 @@ class Parallel:
         sizes = [sum(len(task.samples(task.client(name), part)) for part in parts) for name in names]
         common = _common(list(deployed.values()))
         inbox = self._file()
-        write(inbox, {"common": common})
+        write(inbox, {"common": common}, seal=False)
         jobs = []
         for piece in _pieces(names, sizes, self.workers * PIECES_PER_WORKER):
             letter = self._file()
-            write(letter, {name: _apart(deployed[name], common) for name in piece})
+            write(letter, {name: _apart(deployed[name], common) for name in piece}, seal=False)
             jobs.append((shipped, where, str(inbox), str(letter), piece, list(parts), seed, self.compute))
         scores: dict[tuple[str, str], Score] = {}
         for part in self._run(_evaluate_piece, jobs):
@@ -326,7 +326,8 @@ def _train_piece(
     replies = Sequential(compute).train(_thing(shipped), downs, locals, _task(where), plan)
     rows = [[name, repr(reply.loss), reply.steps, reply.finite] for name, reply in replies.items()]
     ups = {f"up {name}": reply.up for name, reply in replies.items()}
-    write(Path(answer), {**ups, **{f"local {name}": reply.local for name, reply in replies.items()}}, {"rows": rows})
+    kept = {f"local {name}": reply.local for name, reply in replies.items()}
+    write(Path(answer), {**ups, **kept}, {"rows": rows}, seal=False)
     return answer
 
 

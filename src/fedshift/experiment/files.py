@@ -84,6 +84,8 @@ def _parsed(name: str, entry: Traversable) -> dict[str, Any]:
         table = tomllib.loads(entry.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{name} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise UserError(f"{name} has too many brackets within brackets") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{name} cannot be read ({error})") from None
     for key in ("small", "sweep"):
@@ -138,6 +140,8 @@ def assignment(item: str) -> tuple[list[str], Any]:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string
+    except RecursionError:
+        raise UserError(f"{key} has too many brackets within brackets") from None
     return key.strip().split("."), value
 
 

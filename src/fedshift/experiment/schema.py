@@ -8,7 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    AllowInfNan,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from fedshift.errors import UserError
 from fedshift.experiment.files import assignment, copied, extended, merged, override, presets, setting, source_of
@@ -55,7 +68,30 @@ def _folder_name(value: str) -> str:
     return value
 
 
+def _named(value: str) -> str:
+    if not value:
+        raise ValueError("it must have a name")
+    return value
+
+
+def _no_flag(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"input should be a number, not {value!r}")
+    return value
+
+
+def _distinct_names(value: list[str]) -> list[str]:
+    twice = next((name for name in value if value.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{twice!r} is named twice")
+    return value
+
+
 Label = Annotated[str, AfterValidator(_folder_name)]
+Name = Annotated[Label, AfterValidator(_named)]
+Names = Annotated[list[str], AfterValidator(_distinct_names)]
+Real = Annotated[float, Strict(), AllowInfNan(False)]
+Seed = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
 
 
 class DataSpec(Table):
@@ -63,14 +99,14 @@ class DataSpec(Table):
 
     source: str = "embedded:digits"
     columns: dict[str, str] = Field(default_factory=dict)
-    size: Annotated[int, Field(ge=1)] | None = None
-    channels: Literal[1, 3] = 3
-    mean: list[float] = Field(default_factory=lambda: [0.5])
-    std: list[Annotated[float, Field(gt=0)]] = Field(default_factory=lambda: [0.5])
-    domains: list[str] = Field(default_factory=list)  # keep these only
-    classes: list[str] = Field(default_factory=list)  # keep these only, in this order
-    limit: Annotated[int, Field(ge=1)] | None = None  # a random subset of so many images
-    seed: int | None = None  # of partition, split and shifts; default: the run's seed
+    size: Annotated[StrictInt, Field(ge=1)] | None = None
+    channels: Annotated[Literal[1, 3], BeforeValidator(_no_flag)] = 3
+    mean: list[Real] = Field(default_factory=lambda: [0.5])
+    std: list[Annotated[Real, Field(gt=0)]] = Field(default_factory=lambda: [0.5])
+    domains: Names = Field(default_factory=list)  # keep these only
+    classes: Names = Field(default_factory=list)  # keep these only, in this order
+    limit: Annotated[StrictInt, Field(ge=1)] | None = None  # a random subset of so many images
+    seed: Seed | None = None  # of partition, split and shifts; default: the run's seed
     needs: str = ""  # for people: what this is and where to get it
     # columns that results can be told apart by; no dump has them: they decide nothing about a training
     attributes: Annotated[list[str], Field(exclude=True)] = Field(default_factory=list)
@@ -92,7 +128,7 @@ class PartitionSpec(Named):
 class StreamSpec(Named):
     """``[[stream]]``: a named test stream."""
 
-    name: Label
+    name: Name
     kind: str
 
 
@@ -194,19 +230,19 @@ class EvaluateSpec(Table):
 
     # the headline of every table, and what the round is chosen by on validation images; ties go to the lower loss
     metric: Literal["accuracy", "balanced-accuracy", "macro-f1", "auroc", "loss"] = "accuracy"
-    every: Annotated[int, Field(ge=0)] = 10  # validation every so many rounds; 0: at the end only
-    oracle: bool = False  # also score test streams then, for the best-on-test bound nobody may choose by
-    after_local: bool = False  # also score clients right after one more local round
-    adapted: bool = False  # an adapter's round is the best on validation images after its own adaptation to them
+    every: Annotated[StrictInt, Field(ge=0)] = 10  # validation every so many rounds; 0: at the end only
+    oracle: StrictBool = False  # also score test streams then, for the best-on-test bound nobody may choose by
+    after_local: StrictBool = False  # also score clients right after one more local round
+    adapted: StrictBool = False  # an adapter's round is the best on validation images after its own adaptation to them
     mean_of: list[str] = Field(default_factory=list)  # streams whose mean is one more column
     # features of so many test images of each client are saved; no dump has it: it decides nothing about a training
-    features: Annotated[int, Field(ge=0, exclude=True)] = 0
+    features: Annotated[StrictInt, Field(ge=0, exclude=True)] = 0
     # whether an artefact is written for every client; left out: where they are few and small
-    artefacts: Annotated[bool | None, Field(exclude=True)] = None
+    artefacts: Annotated[StrictBool | None, Field(exclude=True)] = None
     # whether the probabilities of every test image are kept beside the scores; left out: where they are not too many
-    predictions: Annotated[bool | None, Field(exclude=True)] = None
+    predictions: Annotated[StrictBool | None, Field(exclude=True)] = None
     # whether every adapter is also scored on validation images under the same shifts, which advice rests on
-    advice: Annotated[bool, Field(exclude=True)] = True
+    advice: Annotated[StrictBool, Field(exclude=True)] = True
 
     def undumped(self) -> dict[str, Any]:
         """What no dump has."""
@@ -232,20 +268,22 @@ class Experiment(Table):
             raise UserError(_sentence(error, type(self))) from None
 
     title: str = ""
-    name: Label = ""  # of the run folder; the file's name if it comes from a file
-    rounds: Annotated[int, Field(ge=0)] = 10
-    seeds: Annotated[list[int], Field(min_length=1)] = Field(default_factory=lambda: [0])
-    participation: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of clients in a round
+    name: Name = "experiment"  # of the run folder; the file's name if it comes from a file
+    rounds: Annotated[StrictInt, Field(ge=0)] = 10
+    seeds: Annotated[list[Seed], Field(min_length=1)] = Field(default_factory=lambda: [0])
+    participation: Annotated[Real, Field(gt=0, le=1)] = 1.0  # share of clients in a round
     precision: Literal["auto", "float32", "tf32", "float64"] = "auto"  # auto: TF32 on a GPU, float32 on a CPU
-    checkpoint_every: Annotated[int, Field(ge=1)] = 10
-    baselines: bool = True  # the rows majority, local and finetune are always there, unless this is false
+    checkpoint_every: Annotated[StrictInt, Field(ge=1)] = 10
+    baselines: StrictBool = True  # the rows majority, local and finetune are always there, unless this is false
     scale: Literal["full", "small"] = "full"
     notes: list[str] = Field(default_factory=list)  # for people, under the table: why numbers differ from the paper's
     data: DataSpec = Field(default_factory=DataSpec)
     partition: PartitionSpec = Field(default_factory=PartitionSpec)
     split: dict[str, Any] = Field(default_factory=dict)
     rotation: dict[str, Any] = Field(default_factory=dict)
-    stream: list[StreamSpec] = Field(default_factory=lambda: [StreamSpec(name="original", kind="original")])
+    stream: Annotated[list[StreamSpec], Field(min_length=1)] = Field(
+        default_factory=lambda: [StreamSpec(name="original", kind="original")]
+    )
     model: ModelSpec | list[ModelSpec] = Field(default_factory=ModelSpec)  # several: client i has number i mod n
     train: dict[str, Any] = Field(default_factory=dict)
     method: Annotated[list[MethodSpec], Field(min_length=1)] = Field(
@@ -258,6 +296,13 @@ class Experiment(Table):
     @classmethod
     def _renamed(cls, value: Any) -> Any:
         return "tf32" if value == "fast" else value  # its name in earlier versions
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _some(cls, value: Any) -> Any:
+        if value == []:
+            raise ValueError("it must have at least one network")
+        return value
 
     @field_validator("notes", mode="before")
     @classmethod
@@ -319,18 +364,29 @@ class Experiment(Table):
         >>> Experiment.load("brfl", changes={"rounds": 5, "train": {"lr": 0.1}}).rounds
         5
         """
+        return cls._changed(source, overrides, {}, _spelt(changes or {}))
+
+    @classmethod
+    def _changed(
+        cls,
+        source: str | Path | None,
+        overrides: Sequence[str],
+        before: Mapping[str, Any],
+        own: Mapping[str, Any] | None = None,
+    ) -> Experiment:
+        """A file with tables of one's own on top, then values by dotted key, then the overrides."""
         for text in (str(source or ""), *overrides):
             if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
                 raise UserError(f"{text!r} is not UTF-8")
         table = extended(str(source) if source is not None else DEFAULT)
-        own, dotted = _spelt(changes or {}), [assignment(item) for item in overrides]
-        table = merged(table, own) if own else table
-        scale = next((value for key, value in reversed(dotted) if key == ["scale"]), table.get("scale", "full"))
+        table = merged(table, copied(own)) if own else table
+        changes = [*((key.split("."), value) for key, value in before.items()), *map(assignment, overrides)]
+        scale = next((value for key, value in reversed(changes) if key == ["scale"]), table.get("scale", "full"))
         small = table.pop("small", {})
         if scale == "small":
             for key, value in small.items():
                 override(table, key.split("."), value)
-        for key, value in dotted:
+        for key, value in changes:
             if key == ["extends"]:
                 raise UserError("extends belongs into a file, not on the command line")
             if isinstance(table.get("sweep"), dict):
@@ -346,10 +402,14 @@ class Experiment(Table):
         path = Path(what)
         if what in presets() or path.suffix == ".toml" or not path.exists():
             return cls.load(what, overrides)
-        source = [f"data.source={source_of(path)}", f"name={path.stem}", f"title={what}", "data.needs="]
+        try:
+            name = _named(_folder_name(path.resolve().stem))
+        except ValueError:
+            name = "data"
+        named = {"data.source": source_of(path), "name": name, "title": what, "data.needs": ""}
         # the default's unseen domain is its own; the split is as a file of the user's own has it
-        plain = ["split.unseen=0.0", "split.train-limit=0", "split.stratify=true"]
-        return cls.load(None, [*source, *plain, *overrides])
+        plain = {"split.unseen": 0.0, "split.train-limit": 0, "split.stratify": True}
+        return cls._changed(None, overrides, {**named, **plain})
 
     def changed(self, changes: Mapping[str, Any]) -> Experiment:
         """The same with other keys; tables merge, as in a file that extends another.

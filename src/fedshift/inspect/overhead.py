@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from fedshift.results.cost_table import MIB, short
 from fedshift.results.plain import Sheet
 from fedshift.store.costs import Costs, measured
 from fedshift.store.features import PREFERRED
-from fedshift.store.folder import RunFolder, find_runs
+from fedshift.store.files import Damaged, attempt
+from fedshift.store.folder import RunFolder, find_runs, read_config
 from fedshift.store.lines import History
 from fedshift.store.metric import Metric
 from fedshift.store.summary import Summary, mean_and_std
@@ -75,6 +77,7 @@ class Overhead:
     target: float
     stream: str  # whose accuracy it is: ``val`` or a test stream
     runs: tuple[tuple[str, int, Spent], ...]  # name, seed and what it took
+    notes: tuple[str, ...] = ()  # what is left out
 
     @property
     def definition(self) -> tuple[str, ...]:
@@ -96,7 +99,7 @@ class Overhead:
         """Plain numbers: a row for each method (means over seeds) and for each run."""
         runs = [{"name": name, "seed": seed, **spent.as_dict()} for name, seed, spent in self.runs]
         head = {"target": self.target, "accuracy": self.stream, "definition": list(self.definition)}
-        return {**head, "methods": self.rows(), "runs": runs}
+        return {**head, "methods": self.rows(), "runs": runs, **({"notes": list(self.notes)} if self.notes else {})}
 
     def rows(self) -> list[dict[str, Any]]:
         """For each method: how many seeds reached the target, and means over seeds if all of them did."""
@@ -129,7 +132,7 @@ class Overhead:
         table = Sheet(
             title=f"What it takes one client to reach {self.target:g} %",
             title_justify="left",
-            caption="\n".join(self.definition),
+            caption="\n".join([*self.definition, *self.notes]),
             caption_justify="left",
         )
         table.add_column("method", overflow="fold")
@@ -147,8 +150,12 @@ def overhead(path: str | Path, target: float) -> Overhead:
     """
     if not 0 < target <= 100:
         raise UserError(f"--target is an accuracy in percent, above 0 and at most 100, not {target:g}")
-    names = names_of(find_runs(Path(path)))
-    ledgers = {folder: _ledger(RunFolder(folder)) for folder in names}
+    damaged: list[Damaged] = []
+    read = {folder: attempt(partial(_ledger, RunFolder(folder)), damaged) for folder in find_runs(Path(path))}
+    ledgers = {folder: found for folder, found in read.items() if found is not None}
+    if not ledgers:
+        raise damaged[0]
+    names = names_of(list(ledgers))
     stream = common_stream([history for _, history, _ in ledgers.values()])
     runs = [
         (names[folder], seed, spent(history, costs, target, stream))
@@ -159,7 +166,7 @@ def overhead(path: str | Path, target: float) -> Overhead:
             f"{name} logged no accuracy while it trained: it has no validation images, or was never evaluated; run again "
             "with -c evaluate.oracle=true -c evaluate.every=1, which scores test streams during training"
         )
-    return Overhead(target, stream, tuple(runs))
+    return Overhead(target, stream, tuple(runs), tuple(f"left out: {one}" for one in damaged))
 
 
 def _logged(history: History, stream: str) -> bool:
@@ -169,12 +176,10 @@ def _logged(history: History, stream: str) -> bool:
 
 def _ledger(folder: RunFolder) -> tuple[int, History, Costs]:
     """A run's seed, its lines of metrics and its costs; of a run that has no ledger, what its rounds tell."""
-    try:
-        history, stored = folder.history(), folder.costs()
-        seed = int(json.loads((folder.path / "done").read_text())["seed"])
-    except (OSError, ValueError, LookupError) as error:
-        raise UserError(f"the run {folder.path} is damaged ({error})") from None
-    return seed, history, measured(Costs(), history.rounds, None) if stored is None else Costs.of(stored)
+    seed = int(folder.ending()["seed"])
+    read_config(folder.path)
+    history, stored = folder.history(), folder.costs()
+    return seed, history, measured(Costs(), history.rounds, None) if stored is None else stored
 
 
 def spent(history: History, costs: Costs, target: float, stream: str = "val") -> Spent:

@@ -19,17 +19,19 @@ from fedshift.data.pool import Pool
 from fedshift.data.task import Task
 from fedshift.engines.auto import compute_for, engine_for
 from fedshift.engines.torch_flags import steady
-from fedshift.errors import UserError
+from fedshift.errors import HostError, UserError
 from fedshift.inspect.looking import Look, Wish
 from fedshift.inspect.looking import look as look_at
 from fedshift.inspect.pictures import confusion_picture, curve_picture, pad_picture, risk_picture, tsne_picture
 from fedshift.results.collect import collect, names_of
 from fedshift.results.plain import Sheet
 from fedshift.results.plots.pictures import density_picture
+from fedshift.results.result import Result
 from fedshift.results.tables import BROKEN, short_name
 from fedshift.runs.open import SELECTIONS, open_run
 from fedshift.runs.setup import Network
-from fedshift.store.folder import RunFolder, find_runs
+from fedshift.store.files import Damaged, write
+from fedshift.store.folder import find_runs
 from fedshift.store.summary import mean_and_std
 
 PAGE, NUMBERS = "inspect.html", "inspect.json"
@@ -93,8 +95,10 @@ def inspect(
     folders = find_runs(Path(path))
     target = Path(out) if out is not None else Path(path) / "inspect"
     _check(target)
-    collected = collect(folders)
-    looks = list(looks_at(folders, wish, device, network, data, doing))
+    collected, damaged = collect(folders), list[Damaged]()
+    looks = list(looks_at(collected.folders, wish, device, network, data, doing, damaged))
+    if not looks:
+        raise damaged[0]
     drawn = list({look.name: look for look in reversed(looks)}.values())[::-1]  # the first seed of each
     doing("t-SNE")
     placed = {look.job.folder.path: place for look in drawn if (place := look.places()) is not None}
@@ -105,11 +109,11 @@ def inspect(
         "samples": samples,
         "read": READ,
         "methods": summary(looks),
-        "notes": list(collected.trouble),
+        "notes": [*(f"left out: {one}" for one in damaged), *collected.trouble],
         "runs": [{**as_dict(look), "tsne": placed.get(look.job.folder.path)} for look in looks],
     }
     doing("pictures")
-    files = _pictures(drawn, placed, folders, select)
+    files = _pictures(drawn, placed, collected, select)
     page = _page(looks, drawn, files, numbers, Path(path))
     _write(target, {**files, NUMBERS: json.dumps(numbers, allow_nan=False) + "\n", PAGE: page})
     return numbers
@@ -122,8 +126,9 @@ def looks_at(
     network: Network | None = None,
     data: Pool | Task | None = None,
     doing: Callable[[str], object] = lambda _: None,
+    damaged: list[Damaged] | None = None,
 ) -> Iterator[Look]:
-    """One run after the other; runs on the same task share it."""
+    """One run after the other; runs on the same task share it. Damaged ones are put into ``damaged``, if it is given."""
     task: Task | None = None
     for path, name in names_of(folders).items():
         doing(f"making {name} again")
@@ -135,6 +140,10 @@ def looks_at(
         with steady(compute.tf32):
             try:
                 yield look_at(job, name, wish, engine, compute, doing)
+            except Damaged as error:
+                if damaged is None:
+                    raise
+                damaged.append(error)
             finally:
                 engine.close()
 
@@ -242,7 +251,7 @@ def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
 
 
 def _pictures(
-    looks: Sequence[Look], placed: dict[Path, dict[str, Any]], folders: Sequence[Path], select: str
+    looks: Sequence[Look], placed: dict[Path, dict[str, Any]], collected: Result, select: str
 ) -> dict[str, bytes]:
     """PNG files by name, of what there is to draw."""
     shown = [look for look in looks if look.job.folder.path in placed]
@@ -257,7 +266,7 @@ def _pictures(
         if any(look.curve for look in looks):
             curve_picture([look for look in looks if look.curve], folder / "curve.png")
         if any(look.telemetry for look in looks):
-            density_picture(collect(folders), folder / "weights.png", select)
+            density_picture(collected, folder / "weights.png", select)
         return {f"{key}.png": file.read_bytes() for key in SECTIONS if (file := folder / f"{key}.png").is_file()}
 
 
@@ -265,7 +274,7 @@ def _page(
     looks: Sequence[Look], drawn: Sequence[Look], files: dict[str, bytes], numbers: dict[str, Any], path: Path
 ) -> str:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = (resources.files("fedshift.results.pages") / "templates" / "inspect.html.j2").read_text()
+    template = (resources.files("fedshift.results.pages") / "templates" / "inspect.html.j2").read_text(encoding="utf-8")
     images = {name.removesuffix(".png"): base64.b64encode(content).decode() for name, content in files.items()}
     several = len(looks) > len(drawn)
     name = path.resolve().name if len(looks) > 1 else looks[0].job.title
@@ -313,16 +322,19 @@ def _weights(looks: Sequence[Look]) -> list[dict[str, Any]]:
 def _check(folder: Path) -> None:
     """Find out before the work, not after, that a folder cannot be made or written."""
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+    if not nearest.is_dir():
         raise UserError(f"{folder} cannot be written; choose another folder with --out")
+    if not os.access(nearest, os.W_OK):
+        raise HostError(f"{folder} may not be written; choose another folder with --out")
 
 
 def _write(folder: Path, files: dict[str, bytes | str]) -> None:
     """All of them, each whole; the page comes last, and pictures of an earlier look that has more go."""
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            RunFolder(folder).write(name, content)
+            write(folder / name, content)
         for old in (folder / f"{key}.png" for key in SECTIONS if f"{key}.png" not in files):
             old.unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error.strerror}); choose another folder with --out") from None
+        raise HostError.of(error, str(folder), "choose another folder with --out") from None

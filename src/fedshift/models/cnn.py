@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fedshift.core.options import Count
 from fedshift.core.registry import model
 from fedshift.errors import UserError
 from fedshift.models.mlp import Headed
@@ -29,8 +30,8 @@ class CNN:
 
     norm: bool = False
     bias: bool = True
-    width: int = 32
-    hidden: int = 64
+    width: Count = 32
+    hidden: Count = 64
     weights: str = ""  # a safetensors file to start from
 
     def make(self, shape: Sequence[int], classes: int) -> nn.Module:

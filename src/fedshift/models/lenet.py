@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fedshift.core.options import Count
 from fedshift.core.registry import model
 from fedshift.errors import UserError
 from fedshift.models.mlp import Headed
@@ -27,8 +28,8 @@ class LeNet:
     2156490
     """
 
-    hidden: int = 512
-    width: int = 32  # of the first convolution; the second has twice as many (FedTTA's three sizes: 16, 32, 64)
+    hidden: Count = 512
+    width: Count = 32  # of the first convolution; the second has twice as many (FedTTA's three sizes: 16, 32, 64)
     norm: bool = False
     weights: str = ""  # safetensors file to start from
 

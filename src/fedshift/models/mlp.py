@@ -6,11 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated
 
 from torch import Tensor, nn
 
+from fedshift.core.options import Rule
 from fedshift.core.registry import model
 from fedshift.models.pretrained import load_pretrained
+
+Widths = Annotated[
+    tuple[int, ...], Rule(lambda v: all(width > 0 for width in v), "{name} must be positive numbers, not {value}")
+]
 
 
 @model("mlp", paper="FedTTA", year=2023)
@@ -23,7 +29,7 @@ class MLP:
     163
     """
 
-    hidden: tuple[int, ...] = (200, 200)
+    hidden: Widths = (200, 200)
     norm: bool = False  # BatchNorm after each hidden layer
     bias: bool = True
     weights: str = ""  # a safetensors file to start from

@@ -10,6 +10,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
+from fedshift.core.options import Count, NonNegativeInt
 from fedshift.core.registry import model
 from fedshift.errors import UserError
 from fedshift.models.mlp import Headed
@@ -35,7 +36,7 @@ class ResNet18:
     """
 
     stem: Literal["imagenet", "cifar"] = "imagenet"
-    groups: int = 0
+    groups: NonNegativeInt = 0
     weights: str = ""  # safetensors file to start from
 
     def make(self, shape: Sequence[int], classes: int) -> nn.Module:
@@ -57,7 +58,7 @@ class ResNet50:
     """
 
     stem: Literal["imagenet", "cifar"] = "imagenet"
-    groups: int = 0
+    groups: NonNegativeInt = 0
     weights: str = ""  # safetensors file to start from
 
     def make(self, shape: Sequence[int], classes: int) -> nn.Module:
@@ -78,7 +79,7 @@ class ResNet20GN:
     272464
     """
 
-    width: int = 1  # multiplies the 16, 32 and 64 channels
+    width: Count = 1  # multiplies the 16, 32 and 64 channels
     bias: bool = False  # of the head
     weights: str = ""  # safetensors file to start from
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,7 +14,8 @@ from fedshift.measures.measurement import better
 from fedshift.results.result import Point, Result, Row
 from fedshift.results.trouble import alarms, broken_predictions, diverged_training, grown_loss
 from fedshift.store.costs import Costs, mean_costs, measured, published_by
-from fedshift.store.folder import NOTES, RunFolder, read_config, title_of
+from fedshift.store.files import Damaged, attempt
+from fedshift.store.folder import RunFolder, read_config, title_of
 from fedshift.store.lines import History
 from fedshift.store.metric import ACCURACY, Metric
 from fedshift.store.rows import ScoreRow
@@ -27,10 +29,15 @@ def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
     """Rows of all these run folders, grouped over seeds: runs whose settings differ in nothing else.
 
     A mapping says which adapters of each folder are wanted, and in which order; otherwise all there are, ``none`` first.
+    What is damaged is left out and named in the notes; if nothing is left, it is said in an error.
     """
     wanted = dict(paths) if isinstance(paths, Mapping) else {}
-    folders = list(paths)
-    configs = {path: read_config(path) for path in folders}
+    damaged: list[Damaged] = []
+    read = {path: attempt(partial(_read, path), damaged) for path in paths}
+    runs = {path: found for path, found in read.items() if found is not None}
+    if damaged and not runs:
+        raise damaged[0]
+    configs = {path: config for path, (config, _) in runs.items()}
     points = points_of(configs)
     grouped: dict[tuple[str, str, Point, bool], list[Run]] = {}
     costs_notes: dict[str, None] = {}
@@ -38,17 +45,19 @@ def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
     measures: dict[str, None] = {}
     validated = False
     for path, config in configs.items():
-        folder = RunFolder(path)
-        history, scores, twins = folder.history(), folder.scores(), folder.twins()
+        folder, history = RunFolder(path), runs[path][1]
+        scores, twins = folder.scores(damaged), folder.twins(damaged)
         measures[(config.get("evaluate") or {}).get("metric", ACCURACY)] = None
         validated = validated or history.validated
         name = _seeded(config, points[path])
         trouble += diverged_training(name, history.rounds, config.get("participation", 1.0))
         trouble += grown_loss(name, history.rounds, history.evaluations)
-        costs = _costs(folder, history, scores)
+        costs = _costs(folder, history, scores, damaged)
         costs_notes |= dict.fromkeys(f"{title_of(config)}: {note}" for note in costs.notes)
         families: dict[str, list[list[ScoreRow]]] = {}
         for label in wanted.get(path) or sorted(scores, key=lambda label: (label != "none", label)):
+            if label not in scores:
+                continue
             rows = scores[label]
             oracle = _oracle(history, rows, next(iter(measures))) if label == "none" else []
             whole = [*rows, *_validation(history, label, rows), *oracle]
@@ -63,8 +72,17 @@ def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
     made = tuple(_row(*key, runs) for key, runs in grouped.items())
     trouble += [note for row in made for note in broken_predictions(row)]
     trouble += alarms(made, next(iter(measures), ACCURACY))
-    notes = [*trouble, *dict.fromkeys(note for path in folders for note in _notes(path)), *costs_notes]
-    return Result(made, tuple(folders), tuple(notes), validated, tuple(trouble), next(iter(measures), ACCURACY))
+    said = [(attempt(RunFolder(path).notes, damaged) or "").splitlines() for path in runs]
+    trouble = [*(f"left out: {one}" for one in damaged), *trouble]
+    notes = [*trouble, *dict.fromkeys(note for lines in said for note in lines), *costs_notes]
+    return Result(made, tuple(runs), tuple(notes), validated, tuple(trouble), next(iter(measures), ACCURACY))
+
+
+def _read(path: Path) -> tuple[dict[str, Any], History]:
+    """What a run's results cannot do without."""
+    folder = RunFolder(path)
+    folder.ending()
+    return read_config(path), folder.history()
 
 
 def _seeded(config: Mapping[str, Any], point: Point) -> str:
@@ -119,13 +137,6 @@ def _parts_of(mean: ScoreRow) -> list[Metric]:
 def _rank(score: ClientScore) -> tuple[bool, float, float]:
     """By right answers, then by loss; after all others where predictions are not numbers."""
     return not score.broken, score.correct, -math.inf if score.loss is None else -score.loss
-
-
-def _notes(path: Path) -> list[str]:
-    try:
-        return (path / NOTES).read_text().splitlines()
-    except FileNotFoundError:
-        return []
 
 
 def points_of(configs: Mapping[Path, Mapping[str, Any]]) -> dict[Path, Point]:
@@ -224,10 +235,12 @@ def _validation(history: History, label: str, rows: Sequence[ScoreRow]) -> list[
     return list(made.values())
 
 
-def _costs(folder: RunFolder, history: History, scores: Mapping[str, Sequence[ScoreRow]]) -> Costs:
+def _costs(
+    folder: RunFolder, history: History, scores: Mapping[str, Sequence[ScoreRow]], damaged: list[Damaged]
+) -> Costs:
     """The ledger as it is stored; of a run that has none, what its rounds tell."""
-    stored = folder.costs()
-    return Costs.of(stored) if stored is not None else measured(Costs(), history.rounds, published_by(scores))
+    stored = attempt(folder.costs, damaged)
+    return stored if stored is not None else measured(Costs(), history.rounds, published_by(scores))
 
 
 def names_of(folders: Sequence[Path]) -> dict[Path, str]:

@@ -96,7 +96,7 @@ def costs_table(rows: Sequence[tuple[Sequence[str], Mapping[str, float]]], heads
     """A row for every method: its name (and sweep values) under ``heads``, then its costs; definitions are beneath.
 
     >>> table = costs_table([(("fedavg",), {"parameters": 6340.0})], ("method",))
-    >>> [list(column.cells)[0] for column in table.columns][:3]
+    >>> [str(next(column.cells)) for column in table.columns][:3]
     ['fedavg', '6.34k', '']
     """
     columns = [column for column in COLUMNS if column.always or any(costs.get(column.key) for _, costs in rows)]

@@ -6,15 +6,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fedshift.errors import UserError
 from fedshift.results.collect import collect
 from fedshift.results.result import Result
-from fedshift.store.folder import RunFolder, read_config, title_of
+from fedshift.store.files import Damaged, attempt
+from fedshift.store.folder import RunFolder, read_config
 from fedshift.store.lock import owner_of
-
-DAMAGED = (UserError, OSError, LookupError, TypeError, ValueError, AttributeError, AssertionError)  # of a foreign file
 
 
 @dataclass(frozen=True)
@@ -88,62 +86,24 @@ def _unfit(folder: Path) -> tuple[str, str]:
         owner = owner_of(folder)
         return ("it is not finished" if owner is None else f"it is not finished ({owner} is at it)"), ""
     try:
-        config = read_config(folder)
-        title_of(config)
-        identity = json.dumps(config, sort_keys=True, default=str)
+        identity = json.dumps(read_config(folder), sort_keys=True, default=str)
     except UserError as error:
         return str(error), ""
-    except DAMAGED:
-        return "its config.toml is not a run's", ""
-    if "seed" not in config:
-        return "its config.toml is not a run's: it has no seed", ""
     if not list((folder / "adapters").glob("*.jsonl")):
         return "it has no scores", ""
     return "", identity
 
 
 def _readable(fit: Mapping[Path, str]) -> tuple[Result, dict[Path, str]]:
-    """The result of those that can be read, each once, and why others cannot; looked at one by one only if all cannot."""
-    damaged: dict[Path, str] = {}
-    while True:
-        first = {fit[folder]: folder for folder in reversed(list(fit)) if folder not in damaged}
-        folders = list(first.values())[::-1]
-        try:
-            return _whole(folders), damaged
-        except DAMAGED:
-            found = {folder: why for folder in folders if (why := _damage(folder))}
-            if not found:
-                raise
-            damaged |= found
-
-
-def _whole(folders: Sequence[Path]) -> Result:
-    for folder in folders:
-        _check_rounds(folder)
-    return collect(folders)
+    """The result of those that can be read, each once, and why others cannot."""
+    damaged = {folder: why for folder in fit if (why := _damage(folder))}
+    first = {fit[folder]: folder for folder in reversed(list(fit)) if folder not in damaged}
+    return collect(list(first.values())[::-1]), damaged
 
 
 def _damage(folder: Path) -> str:
-    try:
-        _whole([folder])
-    except json.JSONDecodeError as error:
-        return f"it is damaged: a line of JSON is cut or changed ({error})"
-    except UserError as error:
-        return str(error)
-    except DAMAGED as error:
-        return f"it is damaged or not ours ({type(error).__name__}: {error})"
-    return ""
-
-
-def _check_rounds(folder: Path) -> None:
-    """A history that ends before the run did was cut."""
-    try:
-        facts: Any = json.loads((folder / "done").read_text())
-    except ValueError:
-        return
-    wanted = facts.get("rounds") if isinstance(facts, dict) else None
-    rounds = RunFolder(folder).history().rounds
-    if wanted and (not rounds or rounds[-1].round < wanted):
-        raise UserError(
-            f"it is damaged: metrics.jsonl ends after round {rounds[-1].round if rounds else 0} of {wanted}"
-        )
+    run, damaged = RunFolder(folder), list[Damaged]()
+    attempt(run.ending, damaged)
+    attempt(run.history, damaged)
+    run.scores(damaged)
+    return str(damaged[0]) if damaged else ""

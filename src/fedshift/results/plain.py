@@ -40,8 +40,8 @@ class Sheet(Table):
 
     >>> sheet = Sheet("client", title="[all]")
     >>> sheet.add_row("[/]")
-    >>> Screen(width=40).print(sheet)
-     [all]
+    >>> Screen(width=40).print(sheet)  # doctest: +NORMALIZE_WHITESPACE
+    [all]
     ┏━━━━━━━━┓
     ┃ client ┃
     ┡━━━━━━━━┩

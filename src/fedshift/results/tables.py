@@ -256,11 +256,11 @@ def _cell(
     """A number, bold if it is the best; one that something is wrong with is marked instead."""
     beside = Text("" if paper is None else f" ({paper:.2f})", "dim")
     if number is None:
-        return Text("-").append_text(beside)
+        return Text.assemble("-", beside)
     mean, deviation = number
     text = f"{mean:.{digits}f}" + (f" ±{deviation:.{digits}f}" if deviation else "")
     first = not mark and best is not None and abs(mean - best) <= 0.5 * 10**-digits
-    return Text.assemble(f"{text} {mark}" if mark else text, style="bold" if first else "").append_text(beside)
+    return Text.assemble((f"{text} {mark}" if mark else text, "bold" if first else ""), beside)
 
 
 def capitalised(text: str) -> str:

@@ -26,13 +26,12 @@ from fedshift.engines.reference import EVALUATION_CHUNK, as_floats, predictions
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec
 from fedshift.runs.answers import Answers
-from fedshift.runs.artefact_files import CONFIG, KNOWN, MODEL, STATE, load_model, part_file, write
+from fedshift.runs.artefact_files import CONFIG, KNOWN, MODEL, REMEDY, STATE, load_model, part_file, read_config, write
 from fedshift.runs.known import Known
-from fedshift.runs.new_folder import digest_of
 from fedshift.runs.pixel_network import PixelNetwork
 from fedshift.runs.raw_images import RawImages, as_bytes
 from fedshift.runs.setup import Network, Setup, make_setup, placeholder
-from fedshift.store.folder import read_config
+from fedshift.store.files import parsed
 from fedshift.store.trees import load as load_trees
 
 FORMAT = 2
@@ -270,7 +269,7 @@ def load(folder: str | Path, network: Network | None = None) -> Artefact:
     Those that ``fedshift join`` of earlier versions wrote (format 1) are read too.
     """
     path = Path(folder)
-    config = read_config(path, "an artefact")
+    config = read_config(path)
     try:
         image, classes = config["input"], tuple(config["classes"])
         shape = (image["channels"], image["height"], image["width"])
@@ -281,18 +280,15 @@ def load(folder: str | Path, network: Network | None = None) -> Artefact:
             "method": [config["method"]],
         }
         specs = [AdapterSpec(**entry) for entry in _entries(config)]
-    except (LookupError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"{path / CONFIG} is not that of an artefact ({error!r})") from None
-    for name, digest in config.get("files", {}).items():
-        if not (path / name).is_file() or digest_of(path / name) != digest:
-            raise UserError(f"{path / name} is damaged: it is not what {path / CONFIG} says was written")
     experiment = Experiment.parse(table, str(path / CONFIG))
     spec: MethodSpec = experiment.method[0]
     setup = make_setup(experiment, spec, placeholder(shape, classes), network)
     model = load_model(path / MODEL, (*setup.method.arch.parameters, *setup.method.arch.buffers))
-    rest = load_trees(path / STATE)[0]["state"] if (path / STATE).is_file() else {}
+    rest = _part(path / STATE)
     parts = {own.title: Part(own, _part(path / part_file(own.title))) for own in specs}
-    known = Known.from_tensors(load_model(path / KNOWN, ())) if (path / KNOWN).is_file() else None
+    known = Known.from_tensors(load_model(path / KNOWN, ())) if (path / KNOWN).exists() else None
     return Artefact(setup, {"model": model, **rest}, parts, classes, config, known)
 
 
@@ -302,4 +298,7 @@ def _entries(config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _part(path: Path) -> Tree:
-    return load_trees(path)[0]["state"] if path.is_file() else {}
+    if not path.exists():
+        return {}
+    trees, _ = load_trees(path, remedy=REMEDY)
+    return parsed(path, lambda: trees["state"], remedy=REMEDY)

@@ -23,9 +23,14 @@ from fedshift.core.arch import Arch
 from fedshift.core.tree import Tensors, Tree, pick
 from fedshift.errors import UserError
 from fedshift.runs.new_folder import digest_of, files_in, new_folder
+from fedshift.store.files import MISSING, Damaged, parsed
+from fedshift.store.seal import read_toml, toml_sealed
 from fedshift.store.toml import toml_text
 from fedshift.store.trees import write as write_trees
 
+REMEDY = (
+    "put it back from a copy, or make it again (fedshift run does that for a run's own, join and export for theirs)"
+)
 MODEL, CONFIG, STATE, KNOWN = "model.safetensors", "config.toml", "state.safetensors", "known.safetensors"
 
 
@@ -56,10 +61,24 @@ def write(
         if known is not None:
             save_file(plain(known), place / KNOWN)
         digests = {path.relative_to(place).as_posix(): digest_of(path) for path in files_in(place)}
-        (place / CONFIG).write_text(toml_text({**config, "files": digests}), encoding="utf-8")
+        (place / CONFIG).write_text(toml_sealed(toml_text({**config, "files": digests})), encoding="utf-8")
         for name, content in (beside or {}).items():
             (place / name).write_bytes(content)
     return files_in(folder)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What an artefact says of itself, once its files are seen to be what was written."""
+    if not (folder / CONFIG).exists() and not (folder / MODEL).exists():
+        raise UserError(f"{folder} is not an artefact: it has no {CONFIG}")
+    config = read_toml(folder / CONFIG, remedy=REMEDY)
+    listed = parsed(folder / CONFIG, lambda: dict(config.get("files", {})), remedy=REMEDY)
+    for path, digest in ((folder / name, digest) for name, digest in listed.items()):
+        if not path.is_file():
+            raise Damaged(path, "it is a folder" if path.is_dir() else MISSING, REMEDY)
+        if digest_of(path) != digest:
+            raise Damaged(path, f"it is not what {CONFIG} says was written", REMEDY)
+    return config
 
 
 def save_model(path: Path, tensors: Tensors) -> None:
@@ -77,8 +96,9 @@ def load_model(path: Path, usual: Iterable[str]) -> Tensors:
             order = json.loads((file.metadata() or {}).get("order", "null"))
         found = load_file(path)
     except (OSError, SafetensorError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error})") from None
-    return {name: found[name] for name in dict.fromkeys([*(order or usual), *found]) if name in found}
+        raise Damaged(path, str(error), REMEDY) from None
+    names = parsed(path, lambda: list(dict.fromkeys([*(order or usual), *found])), remedy=REMEDY)
+    return {name: found[name] for name in names if name in found}
 
 
 def part_file(label: str) -> str:

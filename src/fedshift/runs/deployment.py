@@ -24,6 +24,7 @@ from fedshift.engines.reference import first_local
 from fedshift.engines.schedule import Plan
 from fedshift.errors import UserError
 from fedshift.runs.setup import Setup
+from fedshift.store.files import parsed
 from fedshift.store.folder import OLD_SNAPSHOT, SNAPSHOT, snapshot_file
 from fedshift.store.trees import load, save
 
@@ -185,31 +186,36 @@ class Snapshot:
             *((OLD_SNAPSHOT[1].format(adapter),) if adapter else ()),
             OLD_SNAPSHOT[0],
         )
-        path = next((folder / name for name in names if (folder / name).is_file()), None)
+        path = next((folder / name for name in names if (folder / name).exists()), None)
         if path is None:
             raise UserError(
                 f"{folder} has no {SNAPSHOT}, which older versions did not write: repeat its fedshift run to add it, "
                 "finished rounds are not run again"
             )
-        trees, stored = load(path)
-        facts: Mapping[str, Any] = stored
-        try:
-            channels, height, width = facts["shape"]
-            return Snapshot(
-                server=_renamed(trees["server"]),
-                public=trees["public"]["public"],
-                ctx=_context(facts),
-                seed=facts["seed"],
-                task_hash=facts["task-hash"],
-                classes=tuple(facts["classes"]),
-                shape=(channels, height, width),
-                networks={
-                    network: {name: tuple(shape) for name, shape in entries.items()}
-                    for network, entries in facts["networks"].items()
-                },
-            )
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{path} is damaged or of another version ({error!r})") from None
+        return Snapshot.read(path)
+
+    @staticmethod
+    def read(path: Path) -> Snapshot:
+        """From a file."""
+        trees, facts = load(path)
+        return parsed(path, lambda: _snapshot(trees, facts))
+
+
+def _snapshot(trees: Mapping[str, Tree], facts: Mapping[str, Any]) -> Snapshot:
+    channels, height, width = facts["shape"]
+    return Snapshot(
+        server=_renamed(trees["server"]),
+        public=trees["public"]["public"],
+        ctx=_context(facts),
+        seed=facts["seed"],
+        task_hash=facts["task-hash"],
+        classes=tuple(facts["classes"]),
+        shape=(channels, height, width),
+        networks={
+            network: {name: tuple(shape) for name, shape in entries.items()}
+            for network, entries in facts["networks"].items()
+        },
+    )
 
 
 def _context(facts: Mapping[str, Any]) -> Context:

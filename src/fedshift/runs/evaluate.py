@@ -26,8 +26,9 @@ from fedshift.runs.progress import Reporter
 from fedshift.runs.served import Served
 from fedshift.runs.session import Session
 from fedshift.runs.twins import has_twin, twin_models, twin_of
-from fedshift.runs.write_artefacts import wanted, write_artefacts
-from fedshift.store.folder import NOTES, artefacts_folder, snapshot_file
+from fedshift.runs.write_artefacts import lacks_artefacts, wanted, write_artefacts
+from fedshift.store.files import MISSING, Damaged, attempt
+from fedshift.store.folder import NOTES, snapshot_file
 from fedshift.store.metric import Metric
 from fedshift.store.rows import ScoreRow, Told
 from fedshift.store.state import State
@@ -37,6 +38,8 @@ from fedshift.store.summary import ClientScore, finite, mean_over, summarise, su
 def score(job: Job, session: Session, say: Reporter) -> None:
     """What is not there yet: every adapter on the last state and on the one chosen by validation, features, snapshots."""
     lack = Lack.of(job)
+    for one in lack.damaged:
+        say.note(f"{one.path} was damaged ({one.why}) and is made again")
     for name, rows in lack.restated.items():
         job.folder.write_scores(name, rows)
     if not lack.models:
@@ -104,6 +107,7 @@ class Lack:
     featured: bool
     unsaved: bool  # a snapshot is missing
     unwritten: Sequence[str]  # choosers whose artefacts are missing
+    damaged: Sequence[Damaged]  # what is there, and is to be made again
 
     @property
     def models(self) -> bool:
@@ -113,27 +117,31 @@ class Lack:
     @staticmethod
     def of(job: Job) -> Lack:
         """Look into the run's folder."""
-        stored = job.folder.scores()
+        damaged: list[Damaged] = []
+        stored = job.folder.scores(damaged)
         found = {name: rows[0] for name, rows in stored.items() if rows}
-        twins = {name: rows[0] for name, rows in job.folder.twins().items() if rows}
+        twins = {name: rows[0] for name, rows in job.folder.twins(damaged).items() if rows}
         waiting = [
             spec
             for spec in job.setup.spec.adapters
-            if not _scored(spec, found.get(spec.title)) or lacks_predictions(job, spec)
+            if not _scored(spec, found.get(spec.title)) or lacks_predictions(job, spec, damaged)
         ]
         advised = job.experiment.evaluate.advice and any(len(client.val) for client in job.task.clients)
         untwinned = [spec for spec in job.setup.spec.adapters if advised and not _scored(spec, twins.get(spec.title))]
         there = [spec for spec in job.setup.spec.adapters if spec not in waiting]
         stated = {spec.title: _completed(stored[spec.title], spec, job.experiment) for spec in there}
+        wished = {spec.title for spec in job.setup.spec.adapters}
+        damaged = [one for one in damaged if one.path.stem in wished]  # those of others are not ours to make
         choosers = ["", *(spec.title for spec in job.setup.spec.validated(job.experiment.evaluate))]
         return Lack(
             waiting,
             untwinned,
             {name: rows for name, rows in stated.items() if rows != stored[name]},
             choosers,
-            lacking(job),
-            unsaved=not all((job.folder.path / snapshot_file(name)).is_file() for name in choosers),
-            unwritten=[name for name in choosers if wanted(job) and not _complete(job, name)],
+            lacking(job, damaged),
+            unsaved=bool([name for name in choosers if _unsaved(job, name, damaged)]),
+            unwritten=[name for name in choosers if wanted(job) and lacks_artefacts(job, name, damaged)],
+            damaged=[one for one in damaged if one.why != MISSING],
         )
 
 
@@ -143,8 +151,8 @@ def _served_from(job: Job, chooser: str, chosen: Mapping[str, State]) -> list[Ad
     return [spec for spec in real if (spec.title if spec.title in chosen else "") == chooser]
 
 
-def _complete(job: Job, chooser: str) -> bool:
-    return (job.folder.path / artefacts_folder(chooser) / "complete").is_file()
+def _unsaved(job: Job, chooser: str, damaged: list[Damaged]) -> bool:
+    return attempt(lambda: Snapshot.read(job.folder.path / snapshot_file(chooser)), damaged) is None
 
 
 def adapters_of(scores: Mapping[str, Sequence[ScoreRow]]) -> dict[str, AdapterSpec]:
@@ -270,8 +278,7 @@ def annotate(job: Job) -> None:
 
 def annotated(job: Job) -> bool:
     """Whether the notes are those of the experiment and its method."""
-    path = job.folder.path / NOTES
-    return (path.read_text() if path.is_file() else "") == _notes(job)
+    return attempt(job.folder.notes, []) == _notes(job)
 
 
 def _notes(job: Job) -> str:

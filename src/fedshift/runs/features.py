@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fedshift.core.adapter import Adapter
@@ -18,7 +17,8 @@ from fedshift.engines.reference import predictions
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
 from fedshift.runs.session import Session
-from fedshift.store.features import PREFERRED, Features, Wanted, header_of, positions_of
+from fedshift.store.features import PREFERRED, Features, Wanted, positions_of
+from fedshift.store.files import Damaged, attempt
 from fedshift.store.folder import FEATURES
 
 
@@ -32,16 +32,12 @@ def wanted_by(job: Job) -> Wanted:
     return Wanted(job.experiment.evaluate.features, stream_of(job.task), job.seed, job.task.hash)
 
 
-def lacking(job: Job) -> bool:
-    """Whether a run should have features and has none, or those of other images."""
+def lacking(job: Job, damaged: list[Damaged]) -> bool:
+    """Whether a run should have features and has none, or those of other images, or damaged ones."""
     if not job.experiment.evaluate.features:
         return False
-    try:
-        with safe_open(job.folder.path / FEATURES, framework="pt") as file:
-            facts = header_of(file.metadata())
-    except (OSError, SafetensorError, LookupError, ValueError):
-        return True
-    return {key: facts.get(key) for key in Wanted.__dataclass_fields__} != asdict(wanted_by(job))
+    found = attempt(lambda: Features.load(job.folder.path / FEATURES), damaged)
+    return found is None or found.wanted != wanted_by(job)
 
 
 def save_features(job: Job, session: Session, trees: Mapping[str, Tree], round_: int, say: Reporter) -> None:
@@ -69,7 +65,7 @@ def save_features(job: Job, session: Session, trees: Mapping[str, Tree], round_:
     positions = torch.cat(list(chosen.values()))
     names, classes = tuple(chosen), job.task.classes
     made = Features(features, labels, answers, owners, positions, names, unseen, classes, round_, wanted)
-    job.folder.write(FEATURES, made.as_bytes())
+    made.save(job.folder.path / FEATURES)
 
 
 def outputs(adapter: Adapter, deployed: Tree, samples: Samples, compute: Compute) -> tuple[Tensor, Tensor, Tensor]:

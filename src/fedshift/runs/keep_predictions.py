@@ -9,15 +9,18 @@ from fedshift.experiment.schema import AdapterSpec
 from fedshift.runs.measuring import predictions_of
 from fedshift.runs.plan import Job
 from fedshift.runs.served import Served
+from fedshift.store.files import Damaged, attempt
 from fedshift.store.metric import Metric
-from fedshift.store.predictions import ClientPredictions, packed, predictions_file
+from fedshift.store.predictions import ClientPredictions, packed, predictions_file, read_predictions
 
 MOST_BYTES = 32 << 20  # of one adapter's probabilities, before they are compressed, that are kept without asking
 
 
-def lacks_predictions(job: Job, spec: AdapterSpec) -> bool:
-    """Whether they were asked for and are not there."""
-    return job.experiment.evaluate.predictions is True and not predictions_file(job.folder.path, spec.title).is_file()
+def lacks_predictions(job: Job, spec: AdapterSpec, damaged: list[Damaged]) -> bool:
+    """Whether they were asked for and are not there, or are there and damaged."""
+    if not predictions_file(job.folder.path, spec.title).exists():
+        return job.experiment.evaluate.predictions is True
+    return attempt(lambda: read_predictions(job.folder.path, spec.title), damaged) is None
 
 
 def keep_predictions(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from fedshift.errors import UserError
+from fedshift.errors import HostError, UserError
 
 
 def check_free(folder: Path) -> None:
@@ -48,8 +48,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
             with suppress(OSError):
                 parent.rmdir()
         if isinstance(error, OSError | SafetensorError):
-            why = getattr(error, "strerror", None) or str(error)
-            raise UserError(f"{folder} cannot be written ({why}); choose another with --out") from None
+            raise HostError.of(error, str(folder), "make room, or choose another with --out") from None
         raise
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from fedshift.runs.evaluate import adapters_of
 from fedshift.runs.identity import FORMAT, check_code, experiment_of, fingerprint
 from fedshift.runs.plan import Job, Twin
 from fedshift.runs.setup import Network, Setup, make_setup, make_task, placeholder
+from fedshift.store.files import Damaged, attempt
 from fedshift.store.folder import RunFolder, find_runs, read_config, title_of
 from fedshift.store.state import State
 
@@ -134,10 +135,7 @@ def state_of(folder: RunFolder, select: str, device: torch.device, adapter: str 
     """The state chosen by validation (by that of ``adapter``, if it chose for itself), or the last one."""
     if select not in SELECTIONS:
         raise UserError(f"--select must be {' or '.join(SELECTIONS)}, not {select!r}")
-    try:
-        return folder.best(device, adapter) if select == "best-val" else folder.last(device)
-    except IndexError:
-        raise UserError(f"{folder.path} has no saved state any more") from None
+    return folder.best(device, adapter) if select == "best-val" else folder.last(device)
 
 
 def _lost_weights(experiment: Experiment, spec: MethodSpec) -> str:
@@ -152,7 +150,11 @@ def choose_run(path: Path, method: str | None = None, seed: int | None = None) -
         raise UserError(f"{path} is not a run folder")
     if (path / "metrics.jsonl").is_file() and not (path / "done").is_file():
         raise UserError(f"{path} is not finished: go on with fedshift run ... --resume")
-    runs = {run: _identity(run) for run in find_runs(path)}
+    damaged: list[Damaged] = []
+    read = {run: attempt(partial(_identity, run), damaged) for run in find_runs(path)}
+    runs = {run: who for run, who in read.items() if who is not None}  # one that is damaged may not be the one
+    if not runs:
+        raise damaged[0]
     wanted = {
         run for run, (title, number) in runs.items() if method in (None, title) and (seed is None or seed == number)
     }
@@ -216,10 +218,7 @@ def choose_adapter(scored: Mapping[str, AdapterSpec], name: str | None) -> Adapt
 def _identity(run: Path) -> tuple[str, int]:
     """A run's method and seed."""
     config = read_config(run)
-    try:
-        return title_of(config), int(config["seed"])
-    except (LookupError, TypeError, AttributeError, ValueError):
-        raise UserError(f"{run / 'config.toml'} is not a run's") from None
+    return title_of(config), config["seed"]
 
 
 def listed(names: Sequence[str], most: int = 30) -> str:

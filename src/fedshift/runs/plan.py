@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -12,14 +13,16 @@ from fedshift.data.audit import short_notes
 from fedshift.data.pool import Pool
 from fedshift.data.task import Task
 from fedshift.engines.base import Compute, Engine
-from fedshift.errors import UserError
+from fedshift.errors import HostError, UserError
 from fedshift.experiment.schema import Experiment
 from fedshift.runs.identity import config_of
 from fedshift.runs.progress import Reporter
 from fedshift.runs.session import Session
 from fedshift.runs.setup import EACH, Network, Setup, make_setup, make_task, make_twin, with_baselines
-from fedshift.store.folder import RunFolder
+from fedshift.store.folder import DONE, RunFolder
 from fedshift.store.lock import check_free
+
+MOST_RUNS = 10_000
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,9 @@ def planned(
 ) -> Iterator[Job]:
     """Everything that will be run, made and checked before anything runs."""
     experiment = each_in_turn(experiment, data)
-    name = experiment.name or "experiment"
+    count = math.prod(map(len, experiment.sweep.values())) * len(experiment.seeds) * len(with_baselines(experiment))
+    if count > MOST_RUNS:
+        raise UserError(f"this experiment asks for {count:,} runs; at most {MOST_RUNS:,} are planned at once")
     told = cache(say.note)  # of several seeds and points only once
     for point, variant in experiment.variants():
         for seed in variant.seeds:
@@ -104,7 +109,7 @@ def planned(
                     )
                 setup.method.prepare_task(task)  # a method refuses a task it cannot work on now, not after hours
                 config = config_of(variant, spec, point, seed, task, setup)
-                folder = RunFolder.of(out, name, spec.title, seed, config)
+                folder = RunFolder.of(out, experiment.name, spec.title, seed, config)
                 yield Job(variant, point, setup, task, seed, folder, config, twin)
 
 
@@ -144,14 +149,21 @@ def check_unfinished(jobs: Sequence[Job], resume: bool, restart: bool) -> None:
     for job in jobs:
         if not job.folder.done:
             check_free(job.folder.path)
+        elif restart and job.folder.unsound():
+            check_free(job.folder.path)
+            job.folder.reopen()
+        else:
+            job.folder.history()  # raises if it is damaged: it cannot be made again
     if resume or restart:
         return
     for job in jobs:
-        if not job.folder.done and job.folder.checkpoints():
-            state = job.folder.checkpoints()[-1].stem.removeprefix("ckpt-")
+        if not job.folder.done and (job.folder.path / DONE).exists():
+            job.folder.ending()  # raises, and says what to do
+        if not job.folder.done and job.folder.begun:
+            state = [path.stem.removeprefix("ckpt-") for path in job.folder.checkpoints()[-1:]]
+            when = f"after round {int(state[0])} of {job.rounds}" if state else "and has no checkpoint"
             raise UserError(
-                f"{job.folder.path} was interrupted after round {int(state)} of {job.rounds}: add --resume to "
-                "go on, or --restart to begin again"
+                f"{job.folder.path} was interrupted {when}: add --resume to go on, or --restart to begin again"
             )
 
 
@@ -162,4 +174,4 @@ def check_writable(jobs: Sequence[Job]) -> None:
             job.folder.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         where = jobs[0].folder.path.parents[2]
-        raise UserError(f"{where} cannot hold the runs ({error.strerror}); choose another folder with --out") from None
+        raise HostError(f"{where} cannot hold the runs ({error.strerror}); choose another folder with --out") from None

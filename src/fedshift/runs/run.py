@@ -23,6 +23,7 @@ from fedshift.runs.notebook import usual
 from fedshift.runs.plan import Job, check_unfinished, check_writable, planned
 from fedshift.runs.progress import Reporter, Silent
 from fedshift.runs.setup import Network, split_as_own
+from fedshift.runs.space import check_space
 from fedshift.runs.train import groups
 from fedshift.runs.workers import side_by_side
 from fedshift.store.lock import Occupied
@@ -99,6 +100,8 @@ def carry_out(
 ) -> Result:
     """Train and score planned runs of one experiment, and return their results; options as in :func:`run`."""
     say = reporter or Silent()
+    if resume and restart:
+        raise UserError("interrupted runs can be gone on with (resume) or begun again (restart), not both")
     if processes is not None and processes < 1:
         raise UserError(f"at least one run must be made at a time, not {processes}")
     sweep()  # what killed runs left in memory
@@ -112,6 +115,7 @@ def carry_out(
             max(len(job.task.clients) for job in jobs),
         )
         check_writable(jobs)
+        check_space(jobs, jobs[0].folder.path.parents[2])
         if processes is not None and processes > 1 and chosen == "parallel":  # the cores are taken
             chosen = "sequential"
         say.plan([(job.setup.spec.title, job.seed, job.rounds) for job in jobs], chosen, str(compute.device))

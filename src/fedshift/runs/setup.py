@@ -20,6 +20,7 @@ from fedshift.core.method import Method, Train
 from fedshift.core.options import parse_options
 from fedshift.core.registry import ADAPTERS, METHODS, MODELS, construct, with_options
 from fedshift.core.tree import Tensors, to
+from fedshift.data._room import free_memory, gibibytes
 from fedshift.data.concept import Rotation
 from fedshift.data.partition import PARTITIONS
 from fedshift.data.pool import Pool
@@ -222,12 +223,28 @@ def make_arch(
         options = {**model.options(), **changes}
         maker = with_options(MODELS[model.name].make, f"model {model.name!r}", options)
         shape, classes = task.shape, len(task.classes)  # the function below must not hold on to the task's images
+        _check_fits(model.name, lambda: maker.make(shape, classes))
         arch = Arch.of(lambda: maker.make(shape, classes), shape, name=model.name, mean=mean, std=std)
     if arch.classes < len(task.classes):
         raise UserError(
             f"network {arch.name!r} gives {arch.classes} logits, but the data have {len(task.classes)} classes"
         )
     return arch
+
+
+def _check_fits(name: str, make: Callable[[], nn.Module]) -> None:
+    """Refuse a network that no memory holds. It is asked for its shapes alone: they take none."""
+    try:
+        with torch.device("meta"):
+            shapes = make().state_dict().values()
+        need = 4 * sum(leaf.numel() * leaf.element_size() for leaf in shapes)  # with gradients, momenta, a message
+    except (RuntimeError, TypeError) as error:  # no memory on earth has as many bytes as can be counted
+        if "overflow" not in str(error).lower() and "too large" not in str(error).lower():
+            raise
+        raise UserError(f"network {name!r} is too large for any machine") from None
+    free = free_memory()
+    if free is not None and need > free:
+        raise UserError(f"training network {name!r} needs {gibibytes(need)} of memory, and {gibibytes(free)} are free")
 
 
 def with_baselines(experiment: Experiment) -> list[MethodSpec]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 import time
@@ -22,9 +21,9 @@ from fedshift.runs.measuring import choosing
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
 from fedshift.runs.session import RoundReport, Session, step_together
-from fedshift.store.folder import Progress, Reached
 from fedshift.store.lines import Adapted, Evaluation, RoundLine
 from fedshift.store.metric import ACCURACY, VALIDATION, Metric
+from fedshift.store.progress import MadeBy, Progress, Reached
 from fedshift.store.state import State
 from fedshift.store.summary import Summary, finite, summarise
 from fedshift.store.toml import toml_text
@@ -115,21 +114,42 @@ def train(jobs: Sequence[Job], sessions: Sequence[Session], resume: bool, say: R
 def _begun(job: Job, session: Session, resume: bool, say: Reporter) -> Training:
     own = job.rounds - job.experiment.rounds
     stated = f"{job.title} ({job.experiment.rounds} rounds and {own} of its own)" if own else job.title
-    if resume and job.folder.checkpoints():
-        state, progress = job.folder.restore(session.compute.device)
+    if resume and job.folder.begun:
+        state, progress = job.folder.restore(session.compute.device, say.note)
+        progress = _gone_on(job, session, progress, say)
         say.begin(stated, state.round, job.rounds)
     else:
-        state, progress = session.start(), Progress()
+        state, progress = session.start(), Progress(made_by=(made_by(session),))
         job.folder.begin(toml_text(job.config))
         say.begin(stated, 0, job.rounds)
         job.folder.checkpoint(state, progress)
     return Training(job, session, state, progress, time.perf_counter())
 
 
+def made_by(session: Session) -> MadeBy:
+    """What computes a session's rounds."""
+    compute = session.compute
+    precision = "tf32" if compute.tf32 else str(compute.dtype).removeprefix("torch.")
+    return MadeBy(type(session.engine).__name__.lower(), compute.device.type, precision)
+
+
+def _gone_on(job: Job, session: Session, progress: Progress, say: Reporter) -> Progress:
+    """The engine is a part of a run: one that goes on with another says so."""
+    now, before = made_by(session), progress.made_by[-1:]
+    if before == (now,):
+        return progress
+    if before:
+        say.note(
+            f"{job.title} was trained by {before[0]} and goes on with {now}: rounding differs, so its numbers will not be "
+            f"those of a run that was never interrupted (--engine {before[0].engine} keeps them)"
+        )
+    return replace(progress, made_by=(*progress.made_by, now))
+
+
 def _advanced(training: Training, state: State, report: RoundReport, say: Reporter) -> Training:
     """Write down a round, validate and keep a checkpoint where they are due."""
     job, folder, variant = training.job, training.job.folder, training.job.experiment
-    folder.log(_line(state.round, report))
+    folder.log(_line(state.round, report), training.progress.lines + 1)
     progress = replace(training.progress, lines=training.progress.lines + 1)
     for name in (name for name in report.diverged if name not in training.diverged):
         say.note(f"{job.title}: client {name!r} was left out of round {state.round}, its loss or update is not finite")
@@ -147,7 +167,7 @@ def _conclude(training: Training) -> None:
     if job.rounds == 0:
         progress = _validate(job, training.session, training.state, progress)
         job.folder.checkpoint(training.state, progress)
-    engine = training.session.engine
+    engine, made = training.session.engine, made_by(training.session)
     ways = sorted(engine.convolutions) if isinstance(engine, Vmapped) else []
     facts = {
         "fedshift": fedshift.__version__,
@@ -157,14 +177,17 @@ def _conclude(training: Training) -> None:
         "seed": job.seed,
         "rounds": job.rounds,
         "extra-rounds": job.rounds - job.experiment.rounds,
+        "lines": progress.lines,
         "best-round": progress.best_round,
+        "adapted-rounds": dict(progress.adapted_rounds),
         "device": str(compute.device),
-        "engine": type(engine).__name__.lower(),
-        "precision": "tf32" if compute.tf32 else str(compute.dtype).removeprefix("torch."),
+        "engine": made.engine,
+        "precision": made.precision,
+        **({"made-by": [str(one) for one in progress.made_by]} if len(progress.made_by) > 1 else {}),
         **({"convolutions": ways} if ways else {}),
         "seconds": round(time.perf_counter() - training.started, 3),
     }
-    job.folder.write("done", json.dumps(facts, indent=1) + "\n")
+    job.folder.end(facts)
 
 
 def _due(round_: int, every: int, rounds: int) -> bool:
@@ -200,7 +223,8 @@ def _validate(job: Job, session: Session, state: State, progress: Progress) -> P
         for part, own in by_part.items()
         for name, summary in {ACCURACY: summarise(own), measure: choosing(own, measure)}.items()
     }
-    job.folder.log(Evaluation(state.round, found, round(time.perf_counter() - started, 4)))
+    line = Evaluation(state.round, found, round(time.perf_counter() - started, 4))
+    job.folder.log(line, progress.lines + 1)
     reached = _reached(found[Metric(job.model, VALIDATION, name=measure)], measure)
     progress = replace(progress, lines=progress.lines + 1)
     if state.round < job.chosen_from:
@@ -219,13 +243,19 @@ def _validate_adapted(
         started = time.perf_counter()
         scores = session.evaluate(job.setup.adapters(spec, session.context(state.round)), deployed, [VALIDATION])
         own = {name: score for (name, _), score in scores.items()}
-        job.folder.log(Adapted(state.round, spec.title, summarise(own), round(time.perf_counter() - started, 4)))
+        line = Adapted(state.round, spec.title, summarise(own), round(time.perf_counter() - started, 4))
+        job.folder.log(line, progress.lines + 1)
         progress = replace(progress, lines=progress.lines + 1)
         measure = job.experiment.evaluate.metric
         reached = _reached(choosing(own, measure), measure)
         if reached is not None and reached.beats(progress.adapted.get(spec.title, Reached())):
             job.folder.save_best(state, spec.title)
-            progress = replace(progress, adapted={**progress.adapted, spec.title: reached})
+            adapted, rounds = progress.adapted, progress.adapted_rounds
+            progress = replace(
+                progress,
+                adapted={**adapted, spec.title: reached},
+                adapted_rounds={**rounds, spec.title: state.round},
+            )
     return progress
 
 

@@ -25,13 +25,14 @@ from fedshift.engines.base import Compute
 from fedshift.engines.parallel import ended_by
 from fedshift.engines.scratch import Scratch
 from fedshift.engines.torch_flags import steady
-from fedshift.errors import UserError
+from fedshift.errors import HostError, UserError
 from fedshift.runs.code import code_digest, tell_digest
 from fedshift.runs.finish import finish
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
 from fedshift.store.folder import RunFolder
 
+USERS, HOSTS = 2, 3  # exit codes of a process; Python itself ends with 1 after a traceback
 LOOK = 0.2  # seconds between two looks at what processes say
 PROCESS = Path(__file__).with_name("worker_process.py")
 
@@ -125,16 +126,17 @@ class Seat:
                 getattr(say, word)(*what)
                 self._read = file.tell()
 
-    def failure(self) -> str:
+    def failure(self) -> UserError | None:
         """One sentence on why it stopped, or nothing."""
         code = self.process.wait()
         lines = self._errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         if not code:
-            return ""
+            return None
         if code < 0 or not lines:
-            return f"{self.name}: its process {ended_by(code)}"
+            return UserError(f"{self.name}: its process {ended_by(code)}")
         reason = lines[-1].strip()
-        return reason if code == 2 else f"{self.name}: {reason}"
+        kinds = {USERS: UserError(reason), HOSTS: HostError(reason)}
+        return kinds.get(code, UserError(f"{self.name}: {reason}"))
 
     def close(self) -> None:
         """It ends now, if it has not."""
@@ -146,7 +148,7 @@ def side_by_side(
     groups: Sequence[Sequence[Job]], processes: int, engine: str, compute: Compute, resume: bool, say: Reporter
 ) -> None:
     """Finish groups of runs, so many at once; those that can are finished before anything wrong with another is raised."""
-    waiting, failures = deque(groups), list[str]()
+    waiting, failures = deque(groups), list[UserError]()
     with Scratch() as base:
         seats: list[Seat] = []
         try:
@@ -164,16 +166,17 @@ def side_by_side(
                 for seat in seats:
                     seat.listen(say)
                 for seat in ended:
-                    failures.append(seat.failure())
+                    failure = seat.failure()
+                    failures += [failure] if failure is not None else []
                     seat.close()
                 seats = [seat for seat in seats if seat not in ended]
         finally:
             for seat in seats:
                 seat.close()
             _date([job.folder for group in groups for job in group])
-    reasons = list(dict.fromkeys(reason for reason in failures if reason))
-    if reasons:
-        raise UserError("; ".join(reasons))
+    if failures:
+        kind = HostError if any(isinstance(failure, HostError) for failure in failures) else UserError
+        raise kind("; ".join(dict.fromkeys(map(str, failures))))
 
 
 def _date(folders: Sequence[RunFolder]) -> None:
@@ -192,11 +195,14 @@ def _pickled(order: Order, name: str) -> bytes:
 
 
 def main(folder: Path) -> None:
-    """What a process does: its order, told into a file; exit code 2 and one sentence where the user is to blame."""
+    """What a process does: its order, told into a file; one sentence and an exit code of its own for what is known."""
     order: Order = shipping.loads((folder / "order").read_bytes())
     (folder / "order").unlink()
     try:
         order.carry_out(Relay(folder / "said"))
     except UserError as error:
         print(error, file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(HOSTS if isinstance(error, HostError) else USERS) from None
+    except OSError as error:
+        print(HostError.of(error), file=sys.stderr)
+        raise SystemExit(HOSTS) from None

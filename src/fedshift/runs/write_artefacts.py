@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -15,13 +17,17 @@ from fedshift.engines.base import Compute
 from fedshift.engines.reference import prepared
 from fedshift.experiment.schema import AdapterSpec, Experiment
 from fedshift.runs.artefact import Artefact, Part, described, difference
+from fedshift.runs.artefact_files import CONFIG, read_config
 from fedshift.runs.deployment import Deployment
 from fedshift.runs.known import known_of
 from fedshift.runs.plan import Job
 from fedshift.runs.session import Session
 from fedshift.runs.setup import Setup
+from fedshift.store.files import Damaged, attempt, parsed
 from fedshift.store.folder import artefacts_folder
+from fedshift.store.seal import read_table, table_text
 
+COMPLETE = "complete"  # the last file that is written
 MOST_CLIENTS = 50  # of a run that nobody has asked for artefacts
 MOST_BYTES = 64 << 20
 
@@ -50,13 +56,35 @@ def write_artefacts(
     written: dict[int, Path] = {}  # by the identity of a model's tensors: clients that share one share its file
     for name, tree in trees.items():
         target = folder / folder_name(name)
-        if target.is_dir():  # of a run that was interrupted while it wrote them
-            continue
+        if target.is_dir():
+            if _sound(target, []):  # of a run that was interrupted while it wrote them
+                continue
+            shutil.rmtree(target)
         artefact = artefact_of(job, session, deployment, name, tree, adapters)
         key = id(tree["model"][artefact.method.arch.parameters[0]])
         artefact.save(target, like=None if session.setup.method.personal else written.get(key))
         written[key] = target
-    job.folder.write(f"{artefacts_folder(chooser)}/complete", "")
+    job.folder.write(f"{artefacts_folder(chooser)}/{COMPLETE}", table_text({"folders": list(map(folder_name, trees))}))
+
+
+def lacks_artefacts(job: Job, chooser: str, damaged: list[Damaged]) -> bool:
+    """Whether any is missing or damaged."""
+    folder = job.folder.path / artefacts_folder(chooser)
+    if not (folder / COMPLETE).exists():
+        return True
+    if (folder / COMPLETE).is_file() and not (folder / COMPLETE).stat().st_size:  # an older version wrote no names
+        return False
+    found = attempt(lambda: read_table(folder / COMPLETE), damaged)
+    names = (
+        None if found is None else attempt(lambda: parsed(folder / COMPLETE, lambda: list(found["folders"])), damaged)
+    )
+    if names is None:
+        return True
+    return bool([name for name in names if not _sound(folder / name, damaged)])
+
+
+def _sound(folder: Path, damaged: list[Damaged]) -> bool:
+    return (folder / CONFIG).exists() and attempt(partial(read_config, folder), damaged) is not None
 
 
 def artefact_of(

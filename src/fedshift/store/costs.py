@@ -62,7 +62,11 @@ class Costs:
         (4.0, ('why',))
         """
         known = {entry.name: stored[key] for entry in fields(Costs) if (key := entry.name.replace("_", "-")) in stored}
-        return Costs(**{**known, "notes": tuple(known.get("notes", ()))})
+        numbers = [value for key, value in known.items() if key not in ("steps", "notes") and value is not None]
+        words, steps = known.get("notes", ()), known.get("steps", {})
+        if not all(isinstance(number, int | float) for number in (*numbers, *steps.values())):
+            raise TypeError("what should be numbers is not")
+        return Costs(**{**known, "notes": tuple(map(str, words))})
 
 
 def measured(costs: Costs, rounds: Sequence[RoundLine], published: float | None) -> Costs:

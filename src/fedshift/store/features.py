@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from fedshift.core import rng
-from fedshift.errors import UserError
+from fedshift.store.files import parsed, replace_with
+from fedshift.store.trees import read_tensors, write_tensors
 
 PREFERRED = "original"  # the stream whose images are taken, where there is one of this name
-HEADER = "fedshift"
 TENSORS = ("features", "labels", "predictions", "client", "positions")
 
 
@@ -45,26 +42,27 @@ class Features:
     round: int  # of the model, chosen by validation
     wanted: Wanted
 
-    def as_bytes(self) -> bytes:
-        """As a safetensors file; its metadata are JSON in one entry, because several have no fixed order."""
+    def save(self, path: Path) -> None:
+        """As a safetensors file, all or nothing."""
         tensors = {name: getattr(self, name).contiguous() for name in TENSORS}
         facts = {"clients": self.clients, "unseen": self.unseen, "classes": self.classes, "round": self.round}
         described = {_kebab(key): value for key, value in {**facts, **asdict(self.wanted)}.items()}
-        return save(tensors, {HEADER: json.dumps(described)})
+        replace_with(path, lambda temporary: write_tensors(temporary, tensors, described))
 
     @staticmethod
     def load(path: Path) -> Features:
-        """From a file; a UserError says what is wrong with it."""
-        try:
-            with safe_open(path, framework="pt") as file:
-                facts = header_of(file.metadata())
-                features, labels, answers, client, positions = (file.get_tensor(name) for name in TENSORS)
-            clients, unseen, classes = (tuple(facts[key]) for key in ("clients", "unseen", "classes"))
-            wanted = Wanted(**{key: facts[key] for key in Wanted.__dataclass_fields__})
-            tensors = (features, labels, answers, client, positions)
-            return Features(*tensors, clients, unseen, classes, facts["round"], wanted)
-        except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
-            raise UserError(f"{path} holds no features or is damaged ({error})") from None
+        """From a file; it says in a sentence what is wrong with it."""
+        tensors, described = read_tensors(path)
+        return parsed(path, lambda: _features(tensors, described))
+
+
+def _features(tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> Features:
+    facts = {key.replace("-", "_"): value for key, value in described.items()}
+    clients, unseen, classes = (tuple(facts[key]) for key in ("clients", "unseen", "classes"))
+    wanted = Wanted(**{key: facts[key] for key in Wanted.__dataclass_fields__})
+    features, labels, answers, client, positions = (tensors[name] for name in TENSORS)
+    rows = (features, labels, answers, client, positions)
+    return Features(*rows, clients, unseen, classes, facts["round"], wanted)
 
 
 def positions_of(count: int, at_most: int, seed: int, client: str) -> Tensor:
@@ -74,12 +72,6 @@ def positions_of(count: int, at_most: int, seed: int, client: str) -> Tensor:
     tensor([0, 1, 2])
     """
     return rng.permutation(rng.seed_of(seed, "features", client), count)[:at_most].sort().values
-
-
-def header_of(metadata: Mapping[str, str] | None) -> dict[str, Any]:
-    """What the file says about itself, by the names of fields."""
-    found: dict[str, Any] = json.loads((metadata or {})[HEADER])
-    return {key.replace("-", "_"): value for key, value in found.items()}
 
 
 def _kebab(name: str) -> str:

@@ -48,7 +48,7 @@ class RoundLine:
     def of(stored: Mapping[str, Any]) -> RoundLine:
         """From the file."""
         return RoundLine(
-            round=stored["round"],
+            round=whole(stored["round"]),
             loss=stored.get("train/loss"),
             participants=stored.get("participants", 0),
             diverged=tuple(stored.get("diverged", stored.get("left-out", ()))),
@@ -62,6 +62,13 @@ class RoundLine:
 
 
 SERVER = "server/"
+
+
+def whole(value: Any) -> int:
+    """A whole number, as a file should have it."""
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no round")
+    return value
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ class Evaluation:
     def of(stored: Mapping[str, Any]) -> Evaluation:
         """From the file."""
         scores = {Metric.parse(key): Summary.of(value) for key, value in stored.items() if isinstance(value, dict)}
-        return Evaluation(stored["round"], scores, stored.get("seconds", 0.0))
+        return Evaluation(whole(stored["round"]), scores, stored.get("seconds", 0.0))
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ class Adapted:
     @staticmethod
     def of(stored: Mapping[str, Any]) -> Adapted:
         """From the file."""
-        return Adapted(stored["round"], stored["adapter"], Summary.of(stored["val"]), stored.get("seconds", 0.0))
+        return Adapted(whole(stored["round"]), stored["adapter"], Summary.of(stored["val"]), stored.get("seconds", 0.0))
 
 
 Line: TypeAlias = RoundLine | Evaluation | Adapted

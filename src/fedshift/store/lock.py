@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from fedshift.errors import UserError
+from fedshift.errors import HostError, UserError
 
 try:
     import fcntl
@@ -88,7 +88,7 @@ class RunLock:
                 if self._held is not None:
                     return self
         except OSError as error:
-            raise UserError(f"{self._folder} cannot be written ({error.strerror})") from None
+            raise HostError.of(error, str(self._folder)) from None
         raise Occupied(_refusal(self._folder, _signed(self._path)))
 
     def __exit__(

@@ -6,6 +6,7 @@ and attributes (scanner, sex) if the data have such, its class, and ``log-probab
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ import pyarrow.parquet as pq
 
 from fedshift.errors import UserError
 from fedshift.measures.predictions import Floats, Integers, Predictions
+from fedshift.store.files import Damaged, read_bytes
 from fedshift.store.metric import Metric
+from fedshift.store.seal import BROKEN, SEAL
 
 PROBABILITY = "log-probability of "
 ATTRIBUTE = "attribute "
@@ -60,7 +63,8 @@ def packed(number: int, parts: Sequence[ClientPredictions], classes: Sequence[st
     columns["class"] = pa.array(np.array(names, dtype=object)[labels], pa.string()).dictionary_encode()
     logs = np.concatenate([part.predictions.log_probabilities for part in parts])
     columns |= {PROBABILITY + name: logs[:, k] for k, name in enumerate(names)}
-    table = pa.table(columns).replace_schema_metadata({"round": str(number)})
+    table = pa.table(columns)
+    table = table.replace_schema_metadata({"round": str(number), SEAL: _seal(table)})
     buffer = io.BytesIO()
     pq.write_table(table, buffer, compression="zstd")
     return buffer.getvalue()
@@ -69,16 +73,37 @@ def packed(number: int, parts: Sequence[ClientPredictions], classes: Sequence[st
 def read_predictions(folder: Path, label: str) -> list[ClientPredictions]:
     """All that is kept of an adapter."""
     path = predictions_file(folder, label)
-    if not path.is_file():
+    if not path.exists():
         raise UserError(
             f"{folder} keeps no predictions of adapter {label!r}: repeat its fedshift run with "
             "-c evaluate.predictions=true to add them, finished rounds are not run again"
         )
+    content = read_bytes(path)
     try:
-        table = pq.read_table(path)
-        return list(_parts(table))
-    except (OSError, pa.ArrowException, LookupError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}); delete it and repeat the run to make it again") from None
+        table = pq.read_table(pa.BufferReader(content))
+        seal = (table.schema.metadata or {}).get(SEAL.encode(), b"").decode()
+        parts = list(_parts(table))
+        if seal and seal != _seal(table):
+            raise Damaged(path, BROKEN)
+    except (OSError, pa.ArrowException) as error:
+        raise Damaged(path, str(error).partition("\n")[0]) from None
+    except (LookupError, TypeError, ValueError) as error:
+        raise Damaged(path, f"it has another shape: {error}") from None
+    return parts
+
+
+def _seal(table: Any) -> str:
+    """A digest of what a table holds, however it is compressed."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in table.column_names:
+        column = table[name].combine_chunks()
+        digest.update(name.encode())
+        if pa.types.is_dictionary(column.type):
+            column = pc.dictionary_encode(column.cast(pa.string()))  # in the order of their first use
+            digest.update("\0".join(map(str, column.dictionary.to_pylist())).encode())
+            column = column.indices
+        digest.update(np.ascontiguousarray(column.to_numpy(zero_copy_only=False)).data)
+    return digest.hexdigest()
 
 
 def _parts(table: Any) -> Sequence[ClientPredictions]:

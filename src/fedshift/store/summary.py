@@ -42,6 +42,8 @@ class Summary:
         """From a file, also one of version 0.1; other keys are ignored."""
         keys = {part: key if key in stored else OLD_KEYS.get(key, key) for part, key in SUMMARY_KEYS.items()}
         numbers = {part: stored[key] for part, key in keys.items() if key in stored}
+        if not all(value is None or isinstance(value, int | float) for value in numbers.values()):
+            raise TypeError("what should be numbers is not")
         return Summary(**numbers, broken=stored.get(BROKEN, 0))
 
 

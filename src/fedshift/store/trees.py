@@ -1,21 +1,70 @@
-"""Trees in files: safetensors with a JSON header, so that nothing is ever unpickled."""
+"""Trees in files: safetensors with a JSON header, so that nothing is ever unpickled, and a seal in it."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor, uint8
 
 from fedshift.core.tree import Tensors, Tree
-from fedshift.errors import UserError
+from fedshift.errors import number_in
+from fedshift.store.files import MISSING, Damaged, parsed, replace_with
+from fedshift.store.seal import BROKEN, NONE, SEAL
+
+HEADER = "fedshift"
 
 
-def write(path: Path, trees: Mapping[str, Tree], facts: Mapping[str, object] | None = None) -> None:
-    """Write several named trees and some JSON facts to one safetensors file.
+# ---- named tensors -------------------------------------------------------------------------------------------------------
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], described: Mapping[str, Any], seal: bool = True) -> None:
+    """Tensors on the CPU and a JSON header; the file is there even if it is not whole."""
+    whole = {**described, SEAL: seal_of(tensors, described)} if seal else described
+    header = {HEADER: json.dumps(whole)}
+    try:
+        save_file(dict(tensors), path, metadata=header)
+    except SafetensorError as error:  # how it tells what the system said
+        number = number_in(str(error))
+        raise (OSError(number, str(error)) if number else error) from None
+
+
+def read_tensors(path: Path, order: str = "", must: bool = False, remedy: str = "") -> tuple[Tensors, dict[str, Any]]:
+    """What :func:`write_tensors` wrote; the entry ``order`` of the header, if there is one, says in which order."""
+    if path.is_dir() or not path.exists():
+        raise Damaged(path, "it is a folder" if path.is_dir() else MISSING, remedy)
+    try:
+        with safe_open(path, framework="pt") as file:
+            described = parsed(path, lambda: json.loads((file.metadata() or {})[HEADER]), remedy=remedy)
+            keys = parsed(path, lambda: list(described.get(order) or file.keys()), remedy=remedy)
+            # of their own, aligned memory: same bits in whatever is computed
+            tensors = {key: file.get_tensor(key).clone() for key in keys}
+    except SafetensorError as error:
+        raise Damaged(path, str(error), remedy) from None
+    seal = described.pop(SEAL, None)
+    if seal is not None and seal != seal_of(tensors, described):
+        raise Damaged(path, BROKEN, remedy)
+    if must and seal is None:
+        raise Damaged(path, NONE, remedy)
+    return tensors, described
+
+
+def seal_of(tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> str:
+    """A digest of everything a file holds, whatever the order."""
+    digest = hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=8)
+    for name in sorted(tensors):
+        leaf = tensors[name]
+        digest.update(f"{name} {leaf.dtype} {tuple(leaf.shape)}".encode())
+        digest.update(leaf.contiguous().reshape(-1).view(uint8).numpy().data)
+    return digest.hexdigest()
+
+
+# ---- trees ---------------------------------------------------------------------------------------------------------------
+def write(path: Path, trees: Mapping[str, Tree], facts: Mapping[str, object] | None = None, seal: bool = True) -> None:
+    """Write several named trees and some JSON facts to one safetensors file; what is read at once needs no seal.
 
     The keys are ``owner/slot/name`` with owner and slot as numbers into the header's lists, so that any name will do and
     empty slots and empty trees survive.
@@ -31,9 +80,7 @@ def write(path: Path, trees: Mapping[str, Tree], facts: Mapping[str, object] | N
                 tensors[f"{i}/{j}/{name}"] = plain.clone() if shared else plain
                 storages.add(plain.data_ptr())
     owners = [[owner, list(tree)] for owner, tree in trees.items()]
-    described = {"owners": owners, "order": list(tensors), "facts": dict(facts or {})}
-    header = {"fedshift": json.dumps(described)}
-    save_file(tensors, path, metadata=header)
+    write_tensors(path, tensors, {"owners": owners, "order": list(tensors), "facts": dict(facts or {})}, seal)
 
 
 def save(path: Path, trees: Mapping[str, Tree], facts: Mapping[str, object] | None = None) -> None:
@@ -45,36 +92,20 @@ def save(path: Path, trees: Mapping[str, Tree], facts: Mapping[str, object] | No
     >>> load(path)
     ({'server': {'model': {'w': tensor([1., 1.])}, 'nothing': {}}}, {'round': 3})
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(temporary, trees, facts)
-        with open(temporary, "rb") as handle:
-            os.fsync(handle.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_with(path, lambda temporary: write(temporary, trees, facts))
 
 
-def load(path: Path) -> tuple[dict[str, Tree], dict[str, object]]:
-    """Read what :func:`save` wrote: the trees by name, and the facts."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {})["fedshift"])
-            trees: list[Tree] = [{slot: {} for slot in slots} for _, slots in header["owners"]]
-            # as they were written: a sum over tensors in another order has other bits, and files sort their names
-            for key in header["order"]:
-                owner, slot, name = key.split("/", 2)
-                trees[int(owner)][header["owners"][int(owner)][1][int(slot)]][name] = file.get_tensor(
-                    key
-                ).clone()  # aligned memory: same bits as before
-            return {owner: tree for (owner, _), tree in zip(header["owners"], trees, strict=True)}, dict(
-                header["facts"]
-            )
-    except FileNotFoundError:
-        raise UserError(f"there is no file {path}") from None
-    except (OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{path} is not a fedshift state file or is damaged ({error})") from None
-    except Exception as error:  # safetensors raises its own type, which it does not export everywhere
-        if type(error).__name__ != "SafetensorError":
-            raise
-        raise UserError(f"{path} is not a fedshift state file or is damaged ({error})") from None
+def load(path: Path, must: bool = False, remedy: str = "") -> tuple[dict[str, Tree], dict[str, Any]]:
+    """Read what :func:`save` wrote: the trees by name, and the facts; ``must`` it have a seal?"""
+    # as they were written: a sum over tensors in another order has other bits, and files sort their names
+    tensors, header = read_tensors(path, "order", must, remedy)
+    return parsed(path, lambda: (_trees(tensors, header["owners"]), dict(header["facts"])), remedy=remedy)
+
+
+def _trees(tensors: Tensors, owners: Sequence[tuple[str, Sequence[str]]]) -> dict[str, Tree]:
+    trees: dict[str, Tree] = {owner: {slot: {} for slot in slots} for owner, slots in owners}
+    for key, leaf in tensors.items():
+        place, slot, name = key.split("/", 2)
+        owner, slots = owners[int(place)]
+        trees[owner][slots[int(slot)]][name] = leaf
+    return trees

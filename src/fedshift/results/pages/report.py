@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 
 import fedshift
-from fedshift.errors import UserError
+from fedshift.errors import HostError, UserError
 from fedshift.results.gather import LeftOut, gather
 from fedshift.results.result import Result
 from fedshift.results.sections.calibration import calibration
@@ -29,7 +29,7 @@ from fedshift.results.sections.scores import scores
 from fedshift.results.sections.telemetry import telemetry
 from fedshift.results.sections.trade_offs import trade_offs
 from fedshift.results.sections.views import Views
-from fedshift.store.folder import RunFolder
+from fedshift.store.files import write
 
 HOW_TO_GET = 'the report needs plotly: pip install "fedshift[report]"'
 SCRIPTS = ("page.js", "table.js", "charts.js", "report.js")
@@ -59,9 +59,10 @@ class Page:
     def write(self, out: Path) -> None:
         """Into a file, whole or not at all."""
         try:
-            RunFolder(out.parent).write(out.name, self.html)
+            out.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"{out} cannot be written ({error.strerror}); choose another file with --out") from None
+            raise HostError.of(error, str(out), "choose another file with --out") from None
+        write(out, self.html)
 
 
 def write_report(paths: Sequence[Path], out: Path, *, title: str = "", pictures: bool = True) -> Page:

@@ -28,7 +28,7 @@ def task_page(task: Task, path: Path, title: str, needs: str = "", examples: int
     shown = everyone[:MOST_CLIENTS]
     unseen = {client.name for client in task.unseen}
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = (resources.files("fedshift.results.pages") / "templates" / "task.html.j2").read_text()
+    template = (resources.files("fedshift.results.pages") / "templates" / "task.html.j2").read_text(encoding="utf-8")
     channels, height, width = task.shape
     source = task.provenance.get("source", {})
     path.parent.mkdir(parents=True, exist_ok=True)
