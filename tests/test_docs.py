@@ -191,7 +191,6 @@ def build(configuration: Path, into: Path) -> subprocess.CompletedProcess[str]:
         "-m",
         "mkdocs",
         "build",
-        "--quiet",
         "--strict",
         "-f",
         str(configuration),

@@ -39,10 +39,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links to files beside ``docs/`` lead to their pages; a README's own place is the home page."""
+    """Links to files beside ``docs/`` and to notebooks lead to their pages; a README's own place is the home page."""
     up = "../" * page.file.src_uri.count("/")
     for name, target in ROOT.items():
-        markdown = re.sub(rf"\]\((?:\.\./)+{name}", f"]({up}{target}", markdown)
+        markdown = re.sub(rf"\]\((?:\.\./)*{name}", f"]({up}{target}", markdown)
+    markdown = re.sub(r"(\]\([\w./-]+)\.ipynb\)", r"\1.md)", markdown)
     return re.sub(r"\]\((?:\.\./)+README\.md", f"]({up}index.md", markdown)
 
 
