@@ -20,13 +20,15 @@ from fedshift.results.result import Result
 from fedshift.runs.filling import overlapping, processes_for
 from fedshift.runs.finish import finish
 from fedshift.runs.notebook import usual
-from fedshift.runs.plan import Job, check_unfinished, check_writable, planned
+from fedshift.runs.plan import Job, check_unfinished, check_writable, planned, write_plan
 from fedshift.runs.progress import Reporter, Silent
 from fedshift.runs.setup import Network, split_as_own
 from fedshift.runs.space import check_space
+from fedshift.runs.tracking import Tracking
 from fedshift.runs.train import groups
 from fedshift.runs.workers import side_by_side
 from fedshift.store.lock import Occupied
+from fedshift.track.base import Tracker
 
 
 def run(
@@ -41,6 +43,7 @@ def run(
     network: Network | None = None,
     data: Pool | Task | Mapping[str, Any] | None = None,
     reporter: Reporter | None = None,
+    trackers: Sequence[Tracker] = (),
     **changes: Any,
 ) -> Result:
     """Run an experiment and return its results.
@@ -51,8 +54,9 @@ def run(
     ``network`` is your own ``nn.Module`` (or a function that makes one) instead of ``[model]``; ``data`` your own pool or
     task instead of ``[data]``. Finished runs are read, not run again; unfinished ones need ``resume`` (go on from the
     last checkpoint) or ``restart`` (begin again). ``processes``: so many runs at the same time, a process for each; left
-    out, so many as fill a GPU, and one elsewhere. In a notebook a bar shows how far it is; ``reporter`` is
-    told of everything instead.
+    out, so many as fill a GPU, and one elsewhere.
+    ``trackers`` are told everything that is written (:mod:`fedshift.track`).
+    In a notebook a bar shows how far it is; ``reporter`` is told of everything instead.
 
     >>> import tempfile
     >>> small = Experiment(rounds=1, baselines=False, data={"size": 8}, model={"name": "mlp", "hidden": [8]})
@@ -65,7 +69,14 @@ def run(
         changes, data = {**changes, "data": data}, None
     jobs = plan(_meant(experiment, changes), out, network=network, data=data, reporter=say)
     return carry_out(
-        jobs, engine=engine, device=device, resume=resume, restart=restart, processes=processes, reporter=say
+        jobs,
+        engine=engine,
+        device=device,
+        resume=resume,
+        restart=restart,
+        processes=processes,
+        reporter=say,
+        trackers=trackers,
     )
 
 
@@ -97,9 +108,10 @@ def carry_out(
     restart: bool = False,
     processes: int | None = None,
     reporter: Reporter | None = None,
+    trackers: Sequence[Tracker] = (),
 ) -> Result:
     """Train and score planned runs of one experiment, and return their results; options as in :func:`run`."""
-    say = reporter or Silent()
+    say = Tracking(reporter or Silent(), trackers, jobs)
     if resume and restart:
         raise UserError("interrupted runs can be gone on with (resume) or begun again (restart), not both")
     if processes is not None and processes < 1:
@@ -116,6 +128,7 @@ def carry_out(
         )
         check_writable(jobs)
         check_space(jobs, jobs[0].folder.path.parents[2])
+        write_plan(jobs)
         if processes is not None and processes > 1 and chosen == "parallel":  # the cores are taken
             chosen = "sequential"
         say.plan([(job.setup.spec.title, job.seed, job.rounds) for job in jobs], chosen, str(compute.device))
@@ -139,6 +152,7 @@ def carry_out(
                 raise UserError("; ".join(occupied))
         finally:
             worker.close()
+            say.finish()
             say.close()
     return collect({job.folder.path: [spec.title for spec in job.setup.spec.adapters] for job in jobs})
 
