@@ -39,6 +39,7 @@ class RoundReport:
     diverged: tuple[str, ...]  # clients whose loss or update was not finite
     memory: Mapping[str, int] = field(default_factory=dict)  # see fedshift.runs.memory.memory_so_far
     server: Mapping[str, float] = field(default_factory=dict)  # the server's numbers about its own work
+    losses: Mapping[str, float] = field(default_factory=dict)  # by client, those that diverged among them
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ class Session:
             diverged=tuple(name for name in replies if name not in sound),
             memory=self._memory() if beside == 1 else {},  # others' is in it
             server={name: float(value) for name, value in metrics.items()},
+            losses={name: reply.loss for name, reply in replies.items()},
         )
         return State(state.round + 1, server, {**state.locals, **kept}), report
 

@@ -191,7 +191,7 @@ def _answered(service: Service, before: Condition, pixels: Tensor, ids: Tensor) 
     counted = replace(before, levels=levels, seen=before.seen + len(pixels))
     events = tuple(f"alarm: {name}, at image {counted.seen}" for name in begun)
     reasons = _reasons(settings.fall_back, before.judge.guards, levels, broken)
-    if reasons and before.mode != "fallen back":
+    if reasons and before.mode == "adapting":
         why = ", ".join(reasons)
         events += (f"fell back to the frozen model at image {counted.seen}: {why}",)
         did: Did = "fell back"
@@ -201,7 +201,7 @@ def _answered(service: Service, before: Condition, pixels: Tensor, ids: Tensor) 
         after, lines = _waited(service, counted, len(pixels))
         events += lines
     else:
-        doubt = settings.fall_back != "never" and counted.judge.guards.strain(levels) > DOUBT
+        doubt = settings.fall_back != "never" and (bool(reasons) or counted.judge.guards.strain(levels) > DOUBT)
         did = _did(before, tree)
         after = counted if before.mode == "frozen" else _learnt(counted, tree, len(pixels))
         after, lines = _collected(service, after, pixels, ids)
