@@ -32,7 +32,7 @@ LOST = (
 AGAIN = (
     "config.toml", "costs.json", "notes.txt", "features.safetensors", "snapshot.safetensors", "snapshots/bn.safetensors",
     "adapters/none.jsonl", "adapters/bn.jsonl", "twins/none.jsonl", "predictions/bn.parquet",
-    "artefacts/east/config.toml", "artefacts/east/model.safetensors",
+    "artefacts/east/config.toml", "artefacts/west/model.safetensors",
 )  # fmt: skip
 
 
@@ -202,7 +202,8 @@ def test_an_older_checkpoint_will_do(interrupted: Path, pristine: Path, monkeypa
     (folder / "artefacts").mkdir(exist_ok=True)
     (folder / "artefacts" / ".east.123").mkdir()
     _, said = again(interrupted, resume=True)
-    assert "ckpt-000003.safetensors is damaged (it is not what was written): going on from ckpt-000002" in said
+    assert "ckpt-000003.safetensors is damaged (" in said
+    assert ": going on from ckpt-000002" in said
     check_identical(contents(folder), contents(folder_of(pristine)))
     assert sorted(path.name for path in folder.glob("ckpt-*")) == ["ckpt-000003.safetensors"]
     assert not list(folder.rglob(".*"))
