@@ -35,9 +35,13 @@ test-all: test test-system test-grid
 gpu:
 	PYTHONPATH=$(WHEELS):src:. $(PYTHON) benchmarks/gpu.py
 
+# every number of docs/how-to/speed.md that needs no data set
 gpu-speed:
-	PYTHONPATH=$(WHEELS):src:. $(PYTHON) benchmarks/speed.py gpu
-	PYTHONPATH=$(WHEELS):src:. $(PYTHON) benchmarks/speed.py gpu-tf32
+	PYTHONPATH=$(WHEELS):src:. $(PYTHON) benchmarks/networks.py
+	PYTHONPATH=$(WHEELS):src:. $(PYTHON) benchmarks/adapters.py gpu
+	PYTHONPATH=$(WHEELS):src:. $(PYTHON) benchmarks/fdse.py gpu
+	PYTHONPATH=$(WHEELS):src:. $(PYTHON) benchmarks/speed.py clients
+	PYTHONPATH=$(WHEELS):src:. $(PYTHON) benchmarks/speed.py cpu
 
 # the site, into site/: without network, strict, its notebook run on the way
 docs: $(INSTALLED)

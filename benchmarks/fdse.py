@@ -22,6 +22,7 @@ from fedshift.data.task import Client, Task
 from fedshift.engines.base import Compute
 from fedshift.engines.schedule import Plan
 from fedshift.engines.sequential import Sequential
+from fedshift.engines.torch_flags import steady
 from fedshift.engines.vmapped import Vmapped
 from fedshift.methods.fedavg import FedAvg
 from fedshift.methods.fedbn import FedBN
@@ -97,14 +98,15 @@ def compare(device: torch.device, sides: tuple[int, ...], clients: int, samples:
     for side in sides:
         data = task(clients, samples, side)
         for rounded in tf32:
-            torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = rounded
             times = {}
             for kind in (FedAvg, FedBN, FDSE):
-                engine = Vmapped(Compute(device)) if device.type == "cuda" else Sequential(Compute(device))
+                compute = Compute(device, tf32=rounded)
+                engine = Vmapped(compute) if device.type == "cuda" else Sequential(compute)
                 go = rounds(method(kind, side), data, engine, device)
-                for _ in range(3):
-                    go()
-                times[kind.__name__] = statistics.median(go() for _ in range(5))
+                with steady(rounded):  # as `fedshift run` has it
+                    for _ in range(3):
+                        go()
+                    times[kind.__name__] = statistics.median(go() for _ in range(5))
                 engine.close()
             line = "  ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in times.items())
             ratio = times["FDSE"] / times["FedAvg"]
@@ -120,8 +122,7 @@ def main() -> None:
         for clients in (4, 50):
             print(f"{clients} clients: {server(clients):.2f} s", flush=True)
     elif what == "gpu":
-        torch.backends.cudnn.deterministic = True  # as `fedshift run` has it
-        compare(torch.device("cuda"), (128, 256), 4, 500, (False, True))
+        compare(torch.device("cuda"), (128,), 4, 500, (False, True))
     else:
         torch.set_num_threads(1)
         compare(torch.device("cpu"), (128,), 1, 100, (False,))

@@ -1,8 +1,7 @@
-"""How fast the engines are, as ratios taken in one run.
+"""How fast the engines are on a CPU, as ratios taken in one run; benchmarks/networks.py has those of a GPU.
 
-    python benchmarks/speed.py gpu        on a machine with a GPU: vmapped against sequential and against one pooled model
     python benchmarks/speed.py cpu        sequential against a plain PyTorch loop, parallel against two bare processes
-    python benchmarks/speed.py clients    10,000 clients: memory, and the cost of a round by participants
+    python benchmarks/speed.py clients    10,000 and 1,000,000 clients: memory, and seconds until a round of 100 starts
 
 The network is the CNN of the FedTHE paper (156,640 parameters), the batch 32, the method FedAvg.
 """
@@ -16,6 +15,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,6 @@ from fedshift.engines.base import Compute
 from fedshift.engines.parallel import Parallel
 from fedshift.engines.schedule import Plan
 from fedshift.engines.sequential import Sequential
-from fedshift.engines.vmapped import Vmapped
 from fedshift.experiment.schema import MethodSpec
 from fedshift.methods.fedavg import FedAvg
 from fedshift.models.cnn import CNN
@@ -45,7 +44,7 @@ def make_task(clients: int, samples: int, shared: int = 0) -> Task:
     images = torch.randint(0, 256, (total, 3, 32, 32), dtype=torch.uint8, generator=generator)
     labels = torch.randint(0, 10, (total,), generator=generator)
     none = torch.zeros(0, dtype=torch.int64)
-    owned = [(torch.arange(samples) + k * samples) % total for k in range(clients)]
+    owned = (torch.arange(clients * samples) % total).split(samples)
     return Task(
         images,
         labels,
@@ -83,74 +82,6 @@ def rate(go: Callable[[], None], samples: int, repeats: int = 3, warm_up: int = 
         go()
         times.append(time.perf_counter() - started)
     return samples / statistics.median(times)
-
-
-def pooled_rate(clients: int, steps: int, compiled: bool) -> float:
-    """One model on the pooled batch, its step captured in a graph: the ceiling."""
-    device = torch.device("cuda")
-    torch.manual_seed(0)
-    model = CNN(bias=False).make((3, 32, 32), 10).to(device)
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.01, weight_decay=5e-4)
-    size = clients * BATCH
-    images = torch.randint(0, 256, (4 * size, 3, 32, 32), dtype=torch.uint8, device=device)
-    labels = torch.randint(0, 10, (4 * size,), device=device)
-    orders = torch.randperm(4 * size, device=device).view(4, size)
-    index = orders[0].clone()
-
-    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model((x - 0.5) / 0.5), y)
-
-    loss_fn = torch.compile(loss_of) if compiled else loss_of
-
-    def step() -> None:
-        optimiser.zero_grad(set_to_none=True)
-        loss_fn(images[index].float() / 255, labels[index]).backward()
-        optimiser.step()
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    optimiser.zero_grad(set_to_none=True)
-    with torch.cuda.graph(graph):
-        step()
-
-    def go() -> None:
-        for number in range(steps):
-            index.copy_(orders[number % 4])
-            graph.replay()
-        torch.cuda.synchronize()
-
-    return rate(go, steps * size)
-
-
-def gpu(tf32: bool = False) -> None:
-    torch.set_num_threads(1)
-    device = torch.device("cuda")
-    compute = Compute(device, tf32=tf32)
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, "TF32" if tf32 else "fp32")
-    print(f"{'clients':>8} {'engine':<22} {'samples/s':>11} {'x sequential':>13} {'of pooled':>10}")
-    for clients in (20, 100):
-        samples, epochs = 1792, 5  # 56 full batches, as the pooled model has
-        whole = make_task(clients, samples)
-        method = make_method(epochs)
-        few = make_task(clients, 160)
-        base = rate(one_round(Sequential(compute), make_method(1), few, device), clients * 160, repeats=2)
-        rows = {"sequential": base}
-        work = clients * samples * epochs
-        rows["vmapped, graph"] = rate(one_round(Vmapped(compute), method, whole, device), work)
-        rows["vmapped, compile+graph"] = rate(
-            one_round(Vmapped(compute, compile_step=True), method, whole, device), work
-        )
-        rows["pooled, graph"] = pooled_rate(clients, 100, compiled=False)
-        rows["pooled, compile+graph"] = pooled_rate(clients, 100, compiled=True)
-        for name, value in rows.items():
-            print(
-                f"{clients:>8} {name:<22} {value:>11,.0f} {value / base:>13.1f} {value / rows['pooled, graph']:>10.2f}"
-            )
 
 
 def _plain_loop(clients: int, samples: int) -> Callable[[], None]:
@@ -223,41 +154,44 @@ def cpu() -> None:
 
 
 def clients() -> None:
+    """Many registered clients of whom a hundred take part: what they cost before anybody trains."""
     torch.set_num_threads(1)
-    count = 10_000
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    started = time.perf_counter()
-    task = make_task(count, 20, shared=50_000)
-    print(f"{count:,} clients of 20 samples: task made in {time.perf_counter() - started:.2f} s")
-    method = make_method(1)
-    for share in (0.005, 0.01, 0.02, 0.04):
-        session = Session(
-            Setup(MethodSpec(name="fedavg"), {"cnn": method}, method.train),
-            task,
-            Sequential(),
-            Compute(),
-            0,
-            100,
-            share,
-        )
+    print(
+        f"{'clients':>10} {'task':>8} {'first round':>12} {'next rounds':>12} {'round of 100':>15} {'beyond images':>14}"
+    )
+    for count in (10_000, 1_000_000):
+        before, began = _resident(), time.perf_counter()
+        task = make_task(count, 20, shared=50_000)
+        made = time.perf_counter() - began
+        method, began = make_method(1), time.perf_counter()
+        setup = Setup(MethodSpec(name="fedavg"), {"cnn": method}, method.train)
+        session = Session(setup, task, Sequential(), Compute(), 0, 100, 100 / count)
         state = session.start()
-        times, gaps = [], []
-        for _ in range(3):
+        waits, took = [], 0.0
+        for _ in range(4):
+            begun = session.begun(state)
+            errand = session.errand(state, begun)
+            waits.append(time.perf_counter() - began)
+            replies = session.engine.train(method, errand.downs, errand.locals, session.training, errand.plan)
+            took = time.perf_counter() - began
+            state, _ = session.ended(state, begun, replies)
             began = time.perf_counter()
-            state, report = session.step(state)
-            times.append(time.perf_counter() - began)
-            gaps.append(times[-1] - report.seconds)
-        each = statistics.median(times) / report.participants
+        later, grown = statistics.median(waits[1:]), _resident() - before - task.images.nbytes
         print(
-            f"{report.participants:>5} participants: {statistics.median(times):6.2f} s a round, {1e3 * each:.2f} ms each, "
-            f"{1e3 * max(gaps):.1f} ms between rounds, {len(state.locals)} private states"
+            f"{count:>10,} {made:>6.1f} s {waits[0]:>10.2f} s {later:>10.2f} s {took:>13.2f} s {grown / 2**20:>10.0f} MiB",
+            flush=True,
         )
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(f"peak memory grew by {(after - before) / 1024:.0f} MiB, {task.images.nbytes / 2**20:.0f} of them images")
+        assert len(begun.clients) == 100
+
+
+def _resident() -> int:
+    """Bytes of this process in memory now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["gpu", "gpu-tf32", "cpu", "clients"])
-    parts = {"gpu": gpu, "gpu-tf32": lambda: gpu(tf32=True), "cpu": cpu, "clients": clients}
+    parser.add_argument("part", choices=["cpu", "clients"])
+    parts = {"cpu": cpu, "clients": clients}
     parts[parser.parse_args().part]()

@@ -71,6 +71,16 @@ def some_of(methods: Iterable[str]) -> list[Any]:
     return [name if name in QUICK_METHODS else pytest.param(name, marks=pytest.mark.grid) for name in methods]
 
 
+def some_with(methods: Iterable[str], others: Iterable[object]) -> list[Any]:
+    """Every method with each of some other things: one method of each family in `make test`, the others in the grid."""
+    others = list(others)
+    return [
+        pytest.param(name, other, marks=[] if name in QUICK_METHODS else [pytest.mark.grid])
+        for name in methods
+        for other in others
+    ]
+
+
 def _quick(item: pytest.Item) -> bool:
     """The contract, one method of each family, the sequential engine: what one runs while one writes."""
     place = item.path.relative_to(Path(__file__).parent).as_posix()

@@ -32,11 +32,11 @@ from fedshift.experiment.schema import AdapterSpec, MethodSpec
 from fedshift.runs.session import Session
 from fedshift.runs.setup import Setup
 from fedshift.store.state import State
-from tests.conftest import ragged_task, tiny_arch, tiny_train
+from tests.conftest import ragged_task, some_with, tiny_arch, tiny_train
 
 TASK = ragged_task()
 DOUBLE = Compute(dtype=torch.float64)
-CASES = [(name, norm) for name in METHODS for norm in (False, True)]
+CASES = some_with(METHODS, (False, True))
 
 
 def make(name: str, norm: bool, **train: object) -> Method | None:

@@ -25,7 +25,7 @@ from fedshift.engines.sequential import Sequential
 from fedshift.experiment.schema import MethodSpec
 from fedshift.runs.session import Session
 from fedshift.runs.setup import make_setup
-from tests.conftest import ragged_task, tiny_train
+from tests.conftest import ragged_task, some_with, tiny_train
 
 TASK = replace(ragged_task((9, 4, 1), unseen=1), public=torch.arange(6))
 DOUBLE = Compute(dtype=torch.float64)
@@ -70,7 +70,7 @@ def test_networks_have_what_their_names_say() -> None:
         assert properties(Arch.of(make, (3, 8, 8))) == HAS[name]
 
 
-@pytest.mark.parametrize(("method_name", "net"), [(m, n) for m in METHODS for n in NETWORKS])
+@pytest.mark.parametrize(("method_name", "net"), some_with(METHODS, NETWORKS))
 def test_a_pair_runs_or_says_what_is_missing(method_name: str, net: str) -> None:
     for adapter_name in ADAPTERS:
         check_pair(method_name, adapter_name, net)
@@ -100,7 +100,7 @@ def check_pair(method_name: str, adapter_name: str, net: str) -> None:
         assert torch.tensor(score.loss).isfinite()
 
 
-@pytest.mark.parametrize(("method_name", "net"), [(m, n) for m in METHODS for n in NETWORKS])
+@pytest.mark.parametrize(("method_name", "net"), some_with(METHODS, NETWORKS))
 def test_a_method_provides_what_it_declares(method_name: str, net: str) -> None:
     """Every declared slot is there, and prediction needs no other: an adapter is promised nothing else."""
     cls = METHODS[method_name].make

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import TYPE_CHECKING, Any
+
+from fedshift.errors import UserError
 
 if TYPE_CHECKING:
     from fedshift.core.arch import Arch
@@ -27,6 +30,13 @@ def listed() -> dict[str, Rows]:
     """
     found: dict[str, Rows] = json.loads((resources.files("fedshift") / "catalogue.json").read_text(encoding="utf-8"))
     return found
+
+
+def rows_of(what: str) -> Rows:
+    """The rows of one list: as they are now where registries are loaded, since a script's own plug-ins are among them."""
+    if what not in CATALOGUE:
+        raise UserError(f"there is no list of {what!r}; there are: {', '.join(CATALOGUE)}")
+    return CATALOGUE[what]() if "fedshift.core.registry" in sys.modules else listed()[what]
 
 
 def made() -> dict[str, Rows]:

@@ -36,6 +36,7 @@ EXTRAS = {
     "serve": ("fastapi", "models behind HTTP, fedshift serve"),
     "dicom": ("pydicom", "DICOM images"),
     "export": ("onnxscript", "networks as ONNX, fedshift export --format onnx"),
+    "deploy": ("flwr", "federations across machines, fedshift deploy"),
 }
 
 

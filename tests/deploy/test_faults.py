@@ -18,6 +18,7 @@ from tests.deploy.parties import InProcess
 from tests.test_engines_agree import gap
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("uncounted")
 
 
 def changed(tree: Tree, **leaves: torch.Tensor) -> Tree:

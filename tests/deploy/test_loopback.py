@@ -13,6 +13,8 @@ from fedshift.errors import UserError
 from tests.deploy.parties import InProcess
 from tests.test_engines_agree import gap
 
+pytestmark = pytest.mark.usefixtures("uncounted")
+
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_ends_where_the_sequential_engine_ends(name: str, tmp_path: Path) -> None:

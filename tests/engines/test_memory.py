@@ -73,3 +73,21 @@ def test_what_was_found_out_is_known_until_it_is_forgotten() -> None:
         stacks.work("things", "a", range(4), 8, work)
     assert sizes == [8, 4, 2, 2, 2, 2, 2, 1, 2, 4, 2, 2]
     assert len(freed) == 3
+
+
+def test_an_error_that_hides_want_of_memory_is_that() -> None:
+    def work(some: Sequence[int]) -> dict[int, int]:
+        try:
+            if len(some) > 1:
+                raise torch.OutOfMemoryError
+        except torch.OutOfMemoryError:
+            raise RuntimeError("capture was invalidated")  # noqa: B904
+        if some[0] == 3:
+            raise RuntimeError("something else")
+        return dict.fromkeys(some, 0)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert Stacks().work("things", "a", [1, 2], 2, work) == {1: 0, 2: 0}
+    with pytest.raises(RuntimeError, match="something else"):
+        Stacks().work("things", "a", [3], 1, work)

@@ -117,7 +117,7 @@ def test_side_by_side_is_one_after_the_other(case: str) -> None:
     name, options, network = CASES[case]
     arch, task = ARCHS[network], ragged(SETTINGS)
     adapter, deployed = on(arch, name, **options), serving(arch, task)
-    assert suited(adapter, SETTINGS["plain"]) is (name != "bn")  # bn may look at the whole stream first
+    assert suited(adapter, SETTINGS["plain"])
     parts = ["plain", "arrivals"] if name in ("ttt", "eata", "the") else list(SETTINGS)
     reference = Sequential(DOUBLE).evaluate(adapter, deployed, task, parts, seed=3)
     check(reference, Vmapped(DOUBLE).evaluate(adapter, deployed, task, parts, seed=3))
@@ -126,6 +126,10 @@ def test_side_by_side_is_one_after_the_other(case: str) -> None:
     plain = Sequential(DOUBLE).evaluate(on(arch, "none"), deployed, task, ["plain"], seed=3)
     if case != "eata none":  # the adapter did something on the longest stream
         assert abs(plain["client-6", "plain"].loss - reference["client-6", "plain"].loss) > 1e-3
+
+
+def test_who_looks_at_the_whole_stream_first_goes_alone() -> None:
+    assert not suited(on(ARCHS["mlp"], "bn", passes=1), SETTINGS["plain"])
 
 
 @pytest.mark.parametrize("case", ["tent", "ttt", "eata", "the in batches"])

@@ -211,7 +211,7 @@ def artefacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.mark.parametrize("name", list(NETWORKS))
+@pytest.mark.parametrize("name", ["cnn", *(pytest.param(n, marks=pytest.mark.grid) for n in NETWORKS if n != "cnn")])
 def test_onnx_gives_our_answers_to_raw_pixels(name: str, artefacts: Mapping[str, Path], tmp_path: Path) -> None:
     exported = export(artefacts[name], format="onnx", out=tmp_path / "out")
     served = fedshift.load(artefacts[name])

@@ -165,6 +165,7 @@ def test_the_same_experiment_finds_it_finished_and_adds_what_is_new(runs: Path, 
     assert sorted(result.folders) == sorted(folder_of(runs, method) for method in METHODS)
     served = {"artefacts/complete", *(f"artefacts/{client}/config.toml" for client in ("pen", "china", "paper"))}
     served |= {f"artefacts/{client}/model.safetensors" for client in ("pen", "china", "paper")}
+    served |= {f"artefacts/{client}/known.safetensors" for client in ("pen", "china")}  # who has images of its own
     added = {folder / name for folder in result.folders for name in ("snapshot.safetensors", *served)}
     added |= {folder_of(runs, method) / f"twins/{adapter}.jsonl" for method, adapter in PAIRS}
     now = {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}

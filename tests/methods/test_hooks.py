@@ -27,6 +27,7 @@ from fedshift.methods.scaffold import Scaffold
 from fedshift.runs.session import Session
 from fedshift.store.state import State
 from fedshift.store.trees import load, save
+from tests.conftest import some_of
 from tests.methods.federations import (
     AWKWARD,
     CLASSES,
@@ -82,7 +83,7 @@ def one_step_of(method: str) -> tuple[Session, Method, State, Context]:
     return fed, fed.setup.method, state, fed.context(state.round)
 
 
-@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize("name", some_of(METHODS))
 def test_hooks_change_none_of_their_arguments(name: str) -> None:
     fed, method, state, ctx = one_step_of(name)
     frozen = Frozen()
@@ -117,7 +118,7 @@ def test_hooks_change_none_of_their_arguments(name: str) -> None:
     assert frozen.whole()
 
 
-@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize("name", some_of(METHODS))
 def test_a_step_keeps_the_form_of_the_state(name: str) -> None:
     """Slots, names, shapes and types stay, or clients could not be stacked."""
     watched, steps = watching(METHODS[name].make)
@@ -128,7 +129,7 @@ def test_a_step_keeps_the_form_of_the_state(name: str) -> None:
         assert forms.setdefault((len(before["optim"]), phase.name + phase.slot), form) == form
 
 
-@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize("name", some_of(METHODS))
 def test_server_and_private_memory_keep_their_form(name: str) -> None:
     fed, _ = federation(name, SIZED)
 
@@ -143,7 +144,7 @@ def test_server_and_private_memory_keep_their_form(name: str) -> None:
         assert form(tree) == first[client]
 
 
-@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize("name", some_of(METHODS))
 def test_what_comes_down_and_what_is_private_make_a_whole_model(name: str) -> None:
     fed, method, state, ctx = one_step_of(name)
     private = method.private(ctx)
@@ -170,7 +171,7 @@ def test_what_comes_down_and_what_is_private_make_a_whole_model(name: str) -> No
         assert method.predict(tree, torch.zeros(2, *SHAPE, dtype=torch.float64)).logits.shape == (2, CLASSES)
 
 
-@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize("name", some_of(METHODS))
 def test_a_run_is_a_function_of_its_seed(name: str) -> None:
     first, again = (run(federation(name, SIZED)[0]) for _ in range(2))
     assert equal_trees(first[0].server, again[0].server)
@@ -189,7 +190,7 @@ def _with_another_seed(name: str) -> tuple[Any, ...]:
     return fed.setup, fed.task, engine, DOUBLE, SEED + 1, 3
 
 
-@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize("name", some_of(METHODS))
 def test_a_run_resumed_from_its_file_ends_the_same(name: str, tmp_path: Path) -> None:
     fed, _ = federation(name, SIZED, replace(TRAIN, clip=0.2), rounds=4)  # a norm is a sum in the order of names
     whole, _ = run(fed)
@@ -203,7 +204,7 @@ def test_a_run_resumed_from_its_file_ends_the_same(name: str, tmp_path: Path) ->
     assert all(equal_trees(state.locals[client], whole.locals[client]) for client in whole.locals)
 
 
-@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize("name", some_of(METHODS))
 def test_evaluating_on_the_way_changes_nothing(name: str) -> None:
     fed, _ = federation(name, SIZED)
     state = fed.start()
@@ -214,7 +215,7 @@ def test_evaluating_on_the_way_changes_nothing(name: str) -> None:
     assert equal_trees(state.server, ran(name, SIZED).server)
 
 
-@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize("name", some_of(METHODS))
 def test_unseen_clients_never_influence_training(name: str) -> None:
     """Whether there are any, what they have, and that they were served between rounds."""
     task = make_task((5, 9, 12), unseen=2)
@@ -693,7 +694,7 @@ def test_the_optimiser_of_the_settings() -> None:
     assert Train(lr=0.3, momentum=0.9).optim(0.7) == SGD(0.7, 0.9)
 
 
-@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize("name", some_of(METHODS))
 def test_a_rate_of_zero_is_not_a_failure(name: str) -> None:
     fed, _ = federation(name, make_task((8, 8)), replace(TRAIN, lr=0.0), PLAIN if name != "fedbn" else AWKWARD)
     state, reports = run(fed, 2)

@@ -25,6 +25,7 @@ from fedshift.methods.finetune import FineTune
 from fedshift.methods.scaffold import Scaffold
 from fedshift.runs.setup import check_method
 from fedshift.store.state import State
+from tests.conftest import some_of
 from tests.methods.federations import (
     AWKWARD,
     HEAD,
@@ -137,7 +138,7 @@ def test_weights_by_size_and_uniform_coincide_for_equal_sizes_only() -> None:
     assert far(*other) > 1e-4
 
 
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("method", some_of(METHODS))
 def test_no_epochs_leave_the_model_as_it_is(method: str) -> None:
     exchanged = {name: ["digest_epochs"] for name in ("fedmd", "hetero-tent", "heterofedtta")}
     counted = {**exchanged, "fedthe": ["personal_epochs"], "fedicon": ["personal_epochs", "head_epochs"]}
@@ -185,7 +186,7 @@ def test_with_one_client_it_does_not_matter_what_travels(method: str) -> None:
 # --- BatchNorm's buffers ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("method", some_of(METHODS))
 def test_counters_stay_integers(method: str) -> None:
     fed, _ = federation(method, SIZED)
     state, _ = run(fed)

@@ -838,6 +838,7 @@ def variant(name: str, options: dict[str, Any], norm: bool) -> Method:
     return cls(arch=cls.build(tiny_arch(norm=norm), options), train=tiny_train(), **options)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("name", "options", "down", "up"), VARIANTS)
 @pytest.mark.parametrize("norm", [True, False])
 def test_engines_agree_with_some_clients_at_a_time(

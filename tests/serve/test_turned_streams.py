@@ -16,11 +16,11 @@ from torch import Tensor
 import fedshift
 from fedshift import Experiment
 from fedshift.serve.opening import service_of
-from fedshift.serve.service import Service, Settings, answered
+from fedshift.serve.service import Service, Settings, answered, frozen
 
 CLASSES, SIDE = 10, 8
 WITHIN = 48  # images in which an alarm must go off
-ADAPTERS = ("none", "tent", "bn", "t3a", "eata")
+ADAPTERS = ("tent", "t3a", *(pytest.param(name, marks=pytest.mark.grid) for name in ("none", "bn", "eata")))
 PATTERNS = np.random.default_rng(1).normal(0, 1, (CLASSES, SIDE, SIDE, 3))
 
 
@@ -54,14 +54,14 @@ def artefact(tmp_path_factory: pytest.TempPathFactory) -> fedshift.Artefact:
 
 def shown(service: Service, pixels: Tensor, size: int = 16) -> tuple[Tensor, Tensor, list[str]]:
     """What was served, what the frozen model says, and the lines of the log."""
-    condition, served, frozen, events = service.begin(), [], [], []
+    condition, served, plain, events = service.begin(), [], [], []
     for number, some in enumerate(pixels.split(size)):
         pieces, condition = answered(service, condition, some, torch.arange(len(some)) + size * number)
         for piece in pieces:
             served.append(piece.logits.argmax(1))
-            frozen.append(piece.frozen.argmax(1))
+            plain.append(piece.frozen.argmax(1))
             events += piece.events
-    return torch.cat(served), torch.cat(frozen), events
+    return torch.cat(served), torch.cat(plain), events
 
 
 def first_alarm(events: list[str]) -> int:
@@ -74,13 +74,13 @@ def test_the_model_is_worth_guarding(artefact: fedshift.Artefact) -> None:
     assert artefact.known is not None
 
 
-@pytest.mark.parametrize("name", ["none", "t3a", "tent"])
+@pytest.mark.parametrize("name", ["t3a", "tent"])
 def test_ten_thousand_ordinary_images_set_off_no_alarm(name: str, artefact: fedshift.Artefact) -> None:
     service = service_of(artefact, name, {"batch-size": 16} if name == "tent" else {}, Settings())
     pixels, labels = images(10_000, 100)
-    served, frozen, events = shown(service, pixels, 16 if name == "tent" else 250)
+    served, plain, events = shown(service, pixels, 16 if name == "tent" else 250)
     assert events == []
-    assert (served == labels).double().mean() >= (frozen == labels).double().mean() - 0.01
+    assert (served == labels).double().mean() >= (plain == labels).double().mean() - 0.01
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
@@ -93,17 +93,17 @@ def test_a_turned_stream_is_noticed_and_the_frozen_model_answers(
     before, _ = images(320, 5)
     turned, truth = images(800, 6, "clinic" if turn == "one class" else turn, 3 if turn == "one class" else None)
     back, labels = images(800, 7)
-    served, frozen, events = shown(service, torch.cat([before, turned, back]))
+    served, plain, events = shown(service, torch.cat([before, turned, back]))
     assert 320 < first_alarm(events) <= 320 + WITHIN, events
     assert any("fell back to the frozen model" in line for line in events)
     where = {"noise": slice(1120, None), "one class": slice(320, 1120), "elsewhere": slice(320, 1120)}[turn]
     right = torch.cat([truth, labels])[where.start - 320 : None if where.stop is None else where.stop - 320]
-    gap = (served[where] == right).double().mean() - (frozen[where] == right).double().mean()
+    gap = (served[where] == right).double().mean() - (plain[where] == right).double().mean()
     assert gap >= -0.01
     if turn == "one class":  # what it would have been
         careless = replace(service, settings=Settings(fall_back="never"))
         unguarded, _, _ = shown(careless, torch.cat([before, turned]))
-        lost = (frozen[where] == right).double().mean() - (unguarded[where] == right).double().mean()
+        lost = (plain[where] == right).double().mean() - (unguarded[where] == right).double().mean()
         assert lost > 0.1 or name in ("none", "t3a")
 
 
@@ -113,6 +113,20 @@ def test_adaptation_begins_again_when_images_are_ordinary(artefact: fedshift.Art
     *_, events = shown(service, torch.cat([ordinary[:200], images(100, 9, "noise")[0], ordinary[200:]]))
     said = [line.partition(" at image")[0] for line in events if not line.startswith("alarm")]
     assert said == ["fell back to the frozen model", "adapts again"]
+
+
+def test_who_was_frozen_stays_frozen_and_the_frozen_model_answers_meanwhile(artefact: fedshift.Artefact) -> None:
+    service = service_of(artefact, "t3a", {}, Settings(patience=50))
+    condition = frozen(service.begin())
+    did = []
+    for part in (images(100, 13, "noise")[0], images(600, 14)[0]):
+        for some in part.split(20):
+            pieces, condition = answered(service, condition, some, torch.arange(20))
+            did += [piece.did for piece in pieces]
+            assert condition.mode == "frozen"
+    assert did[4] == "doubted"
+    assert did[-1] == "frozen"
+    assert condition.learnt == 0
 
 
 def test_a_model_without_knowledge_takes_its_first_images_for_usual(artefact: fedshift.Artefact) -> None:
@@ -125,6 +139,6 @@ def test_a_model_without_knowledge_takes_its_first_images_for_usual(artefact: fe
 def test_broken_answers_are_never_served(artefact: fedshift.Artefact) -> None:
     service = service_of(artefact, "tent", {"batch-size": 16, "lr": 3e38}, Settings())
     pixels, _ = images(160, 12)
-    served, frozen, events = shown(service, pixels)
+    served, plain, events = shown(service, pixels)
     assert any("no numbers" in line for line in events)
-    assert torch.equal(served[16:], frozen[16:])
+    assert torch.equal(served[16:], plain[16:])

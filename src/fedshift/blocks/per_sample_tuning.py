@@ -75,11 +75,18 @@ def tuned_on_views(
 ) -> Tensor:
     """:func:`tuned_logits` on AugMix views made from random numbers ``[n, steps, views, NUMBERS]``, in blocks.
 
-    As many samples are tuned together as fit into a few gigabytes; on a CPU stacked convolutions are slower than a loop.
+    As many samples are tuned together as fit into a few gigabytes, or an eighth of a GPU; on a CPU stacked convolutions are
+    slower than a loop.
     """
-    size, together = at_once(tensors, x, numbers.shape[2]), x.is_cuda or not convolutional
+    size, together = at_once(tensors, x, numbers.shape[2], _room(x)), x.is_cuda or not convolutional
     results = []
     for images, own, e in zip(x.split(size), numbers.split(size), condition.split(size), strict=True):
         views = augmix.views(images, own.flatten(1, 2), flip=flip).unflatten(1, own.shape[1:3])
         results.append(tuned_logits(logits, tensors, images, views, e, steps=steps, lr=lr, together=together))
     return torch.cat(results)
+
+
+def _room(x: Tensor) -> int:
+    """Bytes for tuned samples: of what a GPU has, not of what happens to be free, so that a resumed run does the same."""
+    least = 1 << 32
+    return max(least, torch.cuda.get_device_properties(x.device).total_memory // 8) if x.is_cuda else least

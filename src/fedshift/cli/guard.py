@@ -18,7 +18,7 @@ from fedshift.errors import HostError, UserError
 from fedshift.results.plain import Screen, plain
 
 
-class _Stopped(BaseException):
+class Stopped(BaseException):
     """Somebody wants the program to end. Not a KeyboardInterrupt: typer keeps those to itself."""
 
     def __init__(self, number: int) -> None:
@@ -32,7 +32,7 @@ def _stoppable() -> Iterator[None]:
 
     def stop(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_DFL)
-        raise _Stopped(number)
+        raise Stopped(number)
 
     # one that somebody chose stays (nohup ignores signals), and only this thread may choose
     chosen = threading.current_thread() is not threading.main_thread()
@@ -57,7 +57,7 @@ def guarded(command: Callable[[], Any]) -> NoReturn:
         code = ended.code
     except UserError as error:
         code = _refuse(error)
-    except _Stopped as stopped:
+    except Stopped as stopped:
         _say("stopped; add --resume to go on from the last checkpoint")
         code = stopped.code
     except UnicodeEncodeError as error:

@@ -9,7 +9,6 @@ import typer
 
 from fedshift.cli.app import app
 from fedshift.cli.printing import Format, console, wants_json
-from fedshift.errors import UserError
 from fedshift.results.plain import Sheet
 
 
@@ -19,12 +18,9 @@ def list_(
     format: Format = "table",
 ) -> None:
     """What there is to choose from."""
-    from fedshift.catalogue import listed
+    from fedshift.catalogue import rows_of
 
-    as_json, lists = wants_json(format), listed()
-    if what not in lists:
-        raise UserError(f"there is no list of {what!r}; there are: {', '.join(lists)}")
-    rows = lists[what]
+    as_json, rows = wants_json(format), rows_of(what)
     if as_json:
         print(json.dumps(rows, indent=1))
         return

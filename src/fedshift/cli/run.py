@@ -36,6 +36,9 @@ def run(
     ] = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with interrupted runs.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Begin interrupted runs again.")] = False,
+    track: Annotated[
+        list[str] | None, typer.Option(help="Also tell tensorboard[:FOLDER], mlflow[:URI] or wandb[:PROJECT].")
+    ] = None,
     yes: Annotated[
         bool, typer.Option("--yes", help="Also what takes longer than a week, or more memory than is free.")
     ] = False,
@@ -52,11 +55,13 @@ def run(
     from fedshift.runs.estimate import check_size
     from fedshift.runs.progress import Terminal
     from fedshift.runs.run import carry_out, plan
+    from fedshift.track import tracker_of
 
     screen = console()
     chosen = Experiment.load(experiment, change or [])
     if chosen.title:
         screen.print(chosen.title, style="bold")
+    trackers = [tracker_of(text) for text in track or []]
     reporter = Terminal(screen)
     try:
         planned = plan(chosen, out, reporter=reporter)
@@ -70,6 +75,7 @@ def run(
             restart=restart,
             processes=jobs,
             reporter=reporter,
+            trackers=trackers,
         )
     finally:
         reporter.close()

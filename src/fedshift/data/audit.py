@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedshift.data.output import fresh
 from fedshift.data.task import Client, Task
 
 COLUMNS = ("image", "client", "part", "reason", "streams", "class", "group")
@@ -220,8 +221,7 @@ def _line(
 
 def write_list(task: Task, path: Path) -> None:
     """Write :func:`listed` as a CSV file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with fresh(path).open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(listed(task))

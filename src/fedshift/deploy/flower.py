@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from fedshift.deploy.server import carry_out, offer
 from fedshift.errors import UserError
 
 PAUSE = 1.0  # seconds between two looks whether somebody has come
+HELLO, AGAIN = 300.0, 30.0  # seconds for an answer to a hello, and until one who was refused is asked again
 
 
 @dataclass
@@ -31,9 +32,8 @@ class GridExchange:
     note: Callable[[str], object]
     nodes: dict[str, int] = field(default_factory=dict)  # who is there now
     _sizes: dict[str, int] = field(default_factory=dict)
-    _met: dict[int, str] = field(
-        default_factory=dict
-    )  # nodes that said hello, and what is wrong with them, if anything
+    _met: dict[int, str] = field(default_factory=dict)  # nodes that said hello: who each is, "" for nobody we know
+    _refused: dict[int, float] = field(default_factory=dict)  # when a node that cannot take part may say hello again
 
     def sizes(self) -> Mapping[str, int]:
         """How many images each party trains on, of those that were ever there."""
@@ -94,28 +94,31 @@ class GridExchange:
             if node not in self._met:
                 self._met[node] = ""
                 self.note("a node whose key belongs to no party is connected; it is not asked")
-        new = [node for node in nodes if node not in self._met]
+        now = time.monotonic()
+        new = [node for node in nodes if node not in self._met and self._refused.get(node, 0.0) <= now]
         hello = {
             node: Packet(
                 "hello", {"federation": self.federation.id, **({"client": who} if (who := keyed[node]) else {})}
             )
             for node in new
         }
-        for node, answer in self._sent(hello, self.federation.spec.deadline):
+        for node, answer in self._sent(hello, min(HELLO, self.federation.spec.deadline)):
             if node in hello:
-                self._greet(node, answer, keyed[node])
+                self._greet(node, answer, keyed[node], nodes)
         self.nodes = {name: node for node, name in self._met.items() if name and node in nodes}
 
-    def _greet(self, node: int, answer: Packet | str, keyed: str | None) -> None:
+    def _greet(self, node: int, answer: Packet | str, keyed: str | None, there: Container[int]) -> None:
         try:
             if isinstance(answer, str):
                 raise UserError(answer)
             name = _checked_hello(answer, self.federation, keyed)
-            if self._met.get(self.nodes.get(name, -1)) == name and self.nodes[name] != node and keyed is None:
+            before = next((old for old, who in self._met.items() if who == name), None)
+            if keyed is None and before is not None and before in there:
                 raise UserError(f"it says it is {name!r}, who is there already")
         except UserError as error:
             self.note(f"{keyed or 'a node'} cannot take part: {error}")
-            return  # it may have been mended when it is looked at again
+            self._refused[node] = time.monotonic() + AGAIN  # it may be mended by then
+            return
         self._met = {**{old: who for old, who in self._met.items() if who != name}, node: name}
         self._sizes[name] = int(answer.facts["samples"])
 

@@ -25,7 +25,9 @@ from fedshift.store.toml import toml_text
 
 CONNECTION = "federation"  # what Flower's settings call our server
 STARTING = 60.0  # seconds a server may take until it answers
-RETURNING, PAUSE = 180.0, 5.0  # seconds for which a node tries to come back, and between two tries
+# seconds for which a node tries to come back (after a crash it takes the server a minute to see that it is gone), between
+# two tries, and after which a node that ends has not failed to come back
+RETURNING, PAUSE, SETTLED = 180.0, 5.0, 60.0
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -234,15 +236,17 @@ def join_in(kit: PartyKit, data: Path, server: str, insecure: bool, device: str,
         command += ["--auth-supernode-private-key", str(kit.secret("node.key"))]
     settings = {"folder": str(kit.folder), "data": str(data.resolve()), "device": device, "shares": shares}
     command += ["--node-config", " ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())]
-    began = time.monotonic()
+    failing: float | None = None  # since when
     while True:
+        began = time.monotonic()
         with child(command, kit.home) as process:
             code = process.wait()
-        if code == 0 or time.monotonic() - began > RETURNING:
-            return code
+        ended = time.monotonic()
+        failing = ended if failing is None or ended - began > SETTLED else failing
+        if ended - failing > RETURNING:
+            return code or 1
         print(
-            f"trying again in {PAUSE:.0f} s: after a crash the server takes a minute to see that a node is gone",
-            flush=True,
+            f"the node has ended (a server that was started anew does not know it); again in {PAUSE:.0f} s", flush=True
         )
         time.sleep(PAUSE)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,14 +16,20 @@ SHIFT = "[train] augment"  # the draw behind it; no method's own draw is called 
 SHIFT_NUMBERS = 3  # uniform numbers that one shifted image needs
 
 
-def step(method: Method, state: Tree, batch: Batch, phase: Phase) -> Tree:
-    """One batch of a phase: a training step on augmented images, with balanced classes, or a fold."""
-    if phase.kind == "fold":
-        return method.fold(state, batch, phase)
+def step(
+    method: Method, state: Tree, batch: Batch, phase: Phase, lay: Callable[[Tensor], Tensor] = lambda x: x
+) -> Tree:
+    """One batch of a phase: a training step on augmented images, with balanced classes, or a fold.
+
+    ``lay`` puts the inputs into the order of memory that an engine likes.
+    """
+    x = batch["x"]
     if _augments(method, phase):
         how = method.train.augment
-        x = shifted(batch["x"], batch[SHIFT], flip="flip" in how, move="shift" in how)
-        batch = {**batch, "x": x}
+        x = shifted(x, batch[SHIFT], flip="flip" in how, move="shift" in how)
+    batch = {**batch, "x": lay(x)}
+    if phase.kind == "fold":
+        return method.fold(state, batch, phase)
     return method.client_step(state, with_balance(method, state, batch, phase), phase)
 
 

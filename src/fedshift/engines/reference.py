@@ -100,6 +100,20 @@ def as_floats(images: Tensor, dtype: torch.dtype) -> Tensor:
     return images.to(dtype) / 255
 
 
+def channels_last(x: Tensor) -> Tensor:
+    """Images with the channels of a pixel beside each other: a CPU convolves a third faster in this order.
+
+    >>> channels_last(torch.zeros(2, 3, 4, 4)).stride()
+    (48, 1, 12, 3)
+    """
+    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    """The same tensor."""
+    return x
+
+
 def start_phase(method: Method, state: Tree, phase: Phase, now: Tensors) -> Tree:
     """A phase starts with fresh optimiser memory; running totals go on."""
     memory: Tensors = {}
@@ -123,6 +137,7 @@ def work(method: Method, down: Tree, local: Tree, client: Client, task: Task, pl
     data = [task.samples(client, phase.data) for phase in plan.phases]
     plans = [schedule_of(method, phase, part, plan, client.name) for phase, part in zip(plan.phases, data, strict=True)]
     features: dict[tuple[str, str], Tensor] = {}
+    lay = channels_last if compute.device.type == "cpu" and method.arch.has_convolution else as_it_is
     with seeded(method, plan.seed_for(client.name, "layers")):
         for phase, part, (order, sizes) in zip(plan.phases, data, plans, strict=True):
             now = now_of(method, task, client, plan, len(sizes), compute)
@@ -133,7 +148,7 @@ def work(method: Method, down: Tree, local: Tree, client: Client, task: Task, pl
             cached = features.get((phase.slot, phase.data)) if phase.inputs == "features" else None
             steps = order.split(sizes)
             for size, batch in _batches(method, phase, part, steps, plan, client.name, compute, cached):
-                state = augment.step(method, state, batch, fitting(phase, method.arch, size))
+                state = augment.step(method, state, batch, fitting(phase, method.arch, size), lay)
     return conclude(method, state, down, local, plan)
 
 

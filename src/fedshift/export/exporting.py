@@ -12,6 +12,7 @@ import torch
 import fedshift
 from fedshift.core import rng
 from fedshift.data._rows import line
+from fedshift.data.output import within
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec
 from fedshift.export.adapters import artefact_adapter, refuse_adapting, run_adapter, with_adapter
@@ -88,7 +89,7 @@ def export(
     else:
         opened = open_run(choose_run(path, method, seed), network)
         whole, chosen = _of_run(opened, client, unseen, adapter, model, device)
-        near = opened.folder.path / "exported"
+        near = within(opened.folder.path, "exported") if out is None else opened.folder.path
     artefact = with_adapter(whole, chosen)
     words = (folder_name(artefact.config["client"]), *([chosen.title] if chosen is not None else []), format)
     folder = Path(out) if out is not None else near / "-".join(words)

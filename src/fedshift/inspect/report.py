@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 
 import fedshift
+from fedshift.data.output import within
 from fedshift.data.pool import Pool
 from fedshift.data.task import Task
 from fedshift.engines.auto import compute_for, engine_for
@@ -93,7 +94,7 @@ def inspect(
         raise UserError(f"--select must be {' or '.join(SELECTIONS)}, not {select!r}")
     wish = Wish(select, samples, model, steps)
     folders = find_runs(Path(path))
-    target = Path(out) if out is not None else Path(path) / "inspect"
+    target = Path(out) if out is not None else within(Path(path), "inspect")
     _check(target)
     collected, damaged = collect(folders), list[Damaged]()
     looks = list(looks_at(collected.folders, wish, device, network, data, doing, damaged))

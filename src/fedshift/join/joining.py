@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedshift.core import rng
 from fedshift.data._folders import SUFFIXES
+from fedshift.data.output import within
 from fedshift.data.pool import Pool
 from fedshift.data.task import Client, Task
 from fedshift.engines.auto import compute_for
@@ -127,7 +128,7 @@ def join(
     adapting = setup.adapter(chosen, setup.methods[name], snapshot.ctx)
     source = Path(data)
     client = name_of(source)
-    folder = Path(out) if out is not None else opened.folder.path / "joined" / f"{client}-{chosen.title}"
+    folder = Path(out) if out is not None else within(opened.folder.path, "joined") / f"{client}-{chosen.title}"
     check_free(folder)
     images = read_images(source, snapshot.shape, snapshot.classes, experiment.data.columns, strict)
     compute = compute_for(device, experiment.precision)

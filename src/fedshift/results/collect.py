@@ -152,7 +152,7 @@ def _rank(score: ClientScore) -> tuple[bool, float, float]:
 def points_of(configs: Mapping[Path, Mapping[str, Any]]) -> dict[Path, Point]:
     """What tells runs of one method apart: the sweep's values, and any other setting that differs between them."""
     swept = {path: dict(config.get("sweep-point") or {}) for path, config in configs.items()}
-    flat = {path: _flat(config) for path, config in configs.items()}
+    flat = {path: dotted(config) for path, config in configs.items()}
     extra: dict[Path, dict[str, Any]] = {path: {} for path in configs}
     for title in dict.fromkeys(title_of(config) for config in configs.values()):
         members = [path for path, config in configs.items() if title_of(config) == title]
@@ -181,14 +181,14 @@ def _plain(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, list | dict) else value
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def dotted(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted keys; what a seed decides is left out."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if not prefix and key in ("seed", "task-hash", "networks", "sweep-point", "code"):
             continue
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
+            flat |= dotted(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat

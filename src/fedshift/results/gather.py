@@ -45,7 +45,7 @@ def gather(paths: Sequence[Path]) -> Gathered:
     for path in paths:
         if not path.exists():
             raise UserError(f"there is no folder {path}")
-        found = sorted(candidates(path), key=_begun)
+        found = sorted(candidates(path), key=begun)
         if not found:
             out[path] = "it holds no run"
         for folder in found:
@@ -73,7 +73,8 @@ def candidates(path: Path) -> Iterator[Path]:
     yield from sorted(found)
 
 
-def _begun(folder: Path) -> tuple[float, str]:
+def begun(folder: Path) -> tuple[float, str]:
+    """What runs are put in the order of their beginning by."""
     config = folder / "config.toml"
     return (config.stat().st_mtime if config.is_file() else 0.0), str(folder)
 

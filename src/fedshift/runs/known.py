@@ -92,12 +92,10 @@ class Known:
 
     def distances(self, features: Tensor) -> Tensor:
         """From the nearest class mean, in standard deviations: the Mahalanobis distance."""
-        features = features.to(self.means)
-        along = (features @ self.axes)[:, None] - (self.means @ self.axes)[None]
-        whole = torch.cdist(features, self.means).square()
-        within = along.square()
-        rest = (whole - within.sum(2)).clamp(min=0) / self.rest
-        return ((within / self.spread).sum(2) + rest).amin(1).sqrt()
+        away = features.to(self.means)[:, None] - self.means
+        within = (away @ self.axes).square()
+        rest = (away.square().sum(2) - within.sum(2)).clamp(min=0) / self.rest
+        return (within @ (1 / self.spread) + rest).amin(1).sqrt()
 
     @property
     def sure(self) -> float:

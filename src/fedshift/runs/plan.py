@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from fedshift.runs.identity import config_of
 from fedshift.runs.progress import Reporter
 from fedshift.runs.session import Session
 from fedshift.runs.setup import Network, Setup, make_setup, make_task, make_twin, with_baselines
-from fedshift.store.folder import DONE, RunFolder
+from fedshift.store.folder import DONE, PLAN, RunFolder
 from fedshift.store.lock import check_free
 
 MOST_RUNS = 10_000
@@ -156,3 +157,13 @@ def check_writable(jobs: Sequence[Job]) -> None:
     except OSError as error:
         where = jobs[0].folder.path.parents[2]
         raise HostError(f"{where} cannot hold the runs ({error.strerror}); choose another folder with --out") from None
+
+
+def write_plan(jobs: Sequence[Job]) -> None:
+    """Say beside the runs which there will be, for who watches them."""
+    base = jobs[0].folder.path.parents[1]
+    runs = [
+        {"name": job.title, "seed": job.seed, "rounds": job.rounds, "folder": str(job.folder.path.relative_to(base))}
+        for job in jobs
+    ]
+    RunFolder(base).write(PLAN, json.dumps({"runs": runs}, indent=1) + "\n")

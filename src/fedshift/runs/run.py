@@ -18,13 +18,15 @@ from fedshift.results.collect import collect
 from fedshift.results.result import Result
 from fedshift.runs.filling import overlapping, processes_for
 from fedshift.runs.finish import finish
-from fedshift.runs.plan import Job, check_unfinished, check_writable, planned
+from fedshift.runs.plan import Job, check_unfinished, check_writable, planned, write_plan
 from fedshift.runs.progress import Reporter, Silent
 from fedshift.runs.setup import Network, split_as_own
 from fedshift.runs.space import check_space
+from fedshift.runs.tracking import Tracking
 from fedshift.runs.train import groups
 from fedshift.runs.workers import side_by_side
 from fedshift.store.lock import Occupied
+from fedshift.track.base import Tracker
 
 
 def run(
@@ -39,6 +41,7 @@ def run(
     network: Network | None = None,
     data: Pool | Task | None = None,
     reporter: Reporter | None = None,
+    trackers: Sequence[Tracker] = (),
 ) -> Result:
     """Run an experiment and return its results.
 
@@ -46,6 +49,7 @@ def run(
     task instead of ``[data]``. Finished runs are read, not run again; unfinished ones need ``resume`` (go on from the
     last checkpoint) or ``restart`` (begin again). ``processes``: so many runs at the same time, a process for each; left
     out, so many as fill a GPU, and one elsewhere.
+    ``trackers`` are told everything that is written (:mod:`fedshift.track`).
 
     >>> import tempfile
     >>> small = Experiment(rounds=1, baselines=False, data={"size": 8}, model={"name": "mlp", "hidden": [8]})
@@ -56,7 +60,14 @@ def run(
     say = reporter or Silent()
     jobs = plan(experiment, out, network=network, data=data, reporter=say)
     return carry_out(
-        jobs, engine=engine, device=device, resume=resume, restart=restart, processes=processes, reporter=say
+        jobs,
+        engine=engine,
+        device=device,
+        resume=resume,
+        restart=restart,
+        processes=processes,
+        reporter=say,
+        trackers=trackers,
     )
 
 
@@ -82,9 +93,10 @@ def carry_out(
     restart: bool = False,
     processes: int | None = None,
     reporter: Reporter | None = None,
+    trackers: Sequence[Tracker] = (),
 ) -> Result:
     """Train and score planned runs of one experiment, and return their results; options as in :func:`run`."""
-    say = reporter or Silent()
+    say = Tracking(reporter or Silent(), trackers, jobs)
     if resume and restart:
         raise UserError("interrupted runs can be gone on with (resume) or begun again (restart), not both")
     if processes is not None and processes < 1:
@@ -101,6 +113,7 @@ def carry_out(
         )
         check_writable(jobs)
         check_space(jobs, jobs[0].folder.path.parents[2])
+        write_plan(jobs)
         if processes is not None and processes > 1 and chosen == "parallel":  # the cores are taken
             chosen = "sequential"
         say.plan([(job.setup.spec.title, job.seed, job.rounds) for job in jobs], chosen, str(compute.device))
@@ -124,6 +137,7 @@ def carry_out(
                 raise UserError("; ".join(occupied))
         finally:
             worker.close()
+            say.finish()
             say.close()
     return collect({job.folder.path: [spec.title for spec in job.setup.spec.adapters] for job in jobs})
 

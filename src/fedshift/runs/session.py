@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -38,6 +39,7 @@ class RoundReport:
     diverged: tuple[str, ...]  # clients whose loss or update was not finite
     memory: Mapping[str, int] = field(default_factory=dict)  # see fedshift.runs.memory.memory_so_far
     server: Mapping[str, float] = field(default_factory=dict)  # the server's numbers about its own work
+    losses: Mapping[str, float] = field(default_factory=dict)  # by client, those that diverged among them
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,17 @@ class Session:
         self.setup, self.task, self.engine, self.compute = setup, task, engine, compute
         self.seed, self.rounds, self.participation = seed, rounds, participation
         self.training = setup.method.prepare_task(task)  # whose clients train
-        self._trains = frozenset(client.name for client in self.training.clients)
-        # networks are dealt to clients in turn, and to unseen ones again from the first one on
-        self._places = {
-            **{client.name: i for i, client in enumerate(task.unseen)},
-            **{client.name: i for i, client in enumerate(self.training.clients)},
-        }
         self._resident = resident_peak()
         self.initial = setup.initial(seed, compute)  # what everybody starts from, by architecture
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        """Networks are dealt to clients in turn, and to unseen ones again from the first one on."""
+        return {client.name: i for group in (self.task.unseen, self.training.clients) for i, client in enumerate(group)}
+
+    @cached_property
+    def _trains(self) -> frozenset[str]:
+        return frozenset(client.name for client in self.training.clients)
 
     # ---- rounds --------------------------------------------------------------------------------------------------------
     def start(self) -> State:
@@ -124,6 +129,7 @@ class Session:
             diverged=tuple(name for name in replies if name not in sound),
             memory=self._memory() if beside == 1 else {},  # others' is in it
             server={name: float(value) for name, value in metrics.items()},
+            losses={name: reply.loss for name, reply in replies.items()},
         )
         return State(state.round + 1, server, {**state.locals, **kept}), report
 
@@ -247,11 +253,15 @@ class Session:
 
     def arch_of(self, client: Client) -> str:
         """The name of a client's architecture."""
-        return self.setup.of(self._places.get(client.name, 0))[0]
+        return self.setup.of(self._place(client))[0]
 
     def method_of(self, client: Client) -> Method:
         """The method on a client's architecture."""
-        return self.setup.of(self._places.get(client.name, 0))[1]
+        return self.setup.of(self._place(client))[1]
+
+    def _place(self, client: Client) -> int:
+        """Of no interest where there is one network, which is nearly always: millions of clients are not looked through."""
+        return self._places.get(client.name, 0) if len(self.setup.methods) > 1 else 0
 
     # ---- inner ---------------------------------------------------------------------------------------------------------
     def _downs(self, server: Tree, clients: Sequence[Client], ctx: Context) -> dict[str, Tree]:

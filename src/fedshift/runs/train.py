@@ -28,6 +28,7 @@ from fedshift.store.state import State
 from fedshift.store.summary import Summary, finite, summarise
 from fedshift.store.toml import toml_text
 
+FEW = 50  # clients, up to which metrics.jsonl has the loss of each
 DATA = {"data", "partition", "split", "stream", "rotation", "seeds", "sweep", "evaluate"}  # what a stack may differ in
 
 
@@ -206,6 +207,7 @@ def _line(round_: int, report: RoundReport) -> RoundLine:
         memory_peak=report.memory.get("memory-peak"),
         memory_grown=report.memory.get("memory-grown"),
         server={name: finite(value) for name, value in report.server.items()},
+        losses={name: finite(loss) for name, loss in report.losses.items()} if len(report.losses) <= FEW else {},
     )
 
 

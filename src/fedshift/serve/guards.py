@@ -82,7 +82,7 @@ class Guards:
     known: Known | None
     false_alarms: float = 1e-6
 
-    @property
+    @cached_property
     def height(self) -> float:
         """Where a sum sets its alarm off."""
         return math.log(sum(name in DRIFT for name in self.alarms) / self.false_alarms)
@@ -91,12 +91,16 @@ class Guards:
     def alarms(self) -> tuple[str, ...]:
         """The alarm that each detector belongs to."""
         several = {
-            "features": 2 * len(self._signals),
+            "features": 2 * self._signals,
             "confidence": 2,
             "classes": self.classes,
             "one class": self.classes,
         }
         return tuple(name for name in ALARMS for _ in range(several.get(name, 1)))
+
+    @property
+    def _signals(self) -> int:
+        return 0 if self._reference is None else self._reference.shape[1] - 1
 
     @cached_property
     def harmful(self) -> Numbers:
@@ -109,11 +113,11 @@ class Guards:
 
     def watched(self, levels: Levels, seen: Seen) -> tuple[Levels, tuple[str, ...]]:
         """Where alarms stand after some samples, and those that these have set off."""
-        sums, on = levels.sums, levels.on
+        sums, on, height = levels.sums, levels.on, self.height
         begun = np.zeros_like(on)
         for step in self._ratios(seen):
-            sums = np.clip(sums + step, 0.0, self.height)
-            risen = sums >= self.height
+            sums = np.minimum(np.maximum(sums + step, 0.0), height)
+            risen = sums >= height
             begun |= risen & ~on
             on = (on | risen) & (sums > 0)
         return Levels(sums, on), self._named(begun)
@@ -153,8 +157,7 @@ class Guards:
         surer = seen.confidence >= np.minimum(seen.frozen_confidence, CERTAIN)
         sure = seen.frozen_confidence >= self._sure
         columns = [
-            *(self._moved(one, values) for one, values in zip(self._signals, seen.signals.T, strict=True)),
-            self._moved(self._confidences, seen.frozen_confidence),
+            self._moved(seen),
             np.where(seen.frozen[:, None] == every, self._mix[0], math.log(HALF)),
             _ratio(seen.unknown, UNKNOWN),
             np.where(sure, _ratio(differs, CONTRADICTION), 0.0),
@@ -163,21 +166,31 @@ class Guards:
         ]
         return np.concatenate([column.reshape(count, -1) for column in columns], axis=1)
 
+    def _moved(self, seen: Seen) -> Numbers:
+        """Of both ways in which each signal may shift: values as normal scores among those of validation images.
+
+        That reference is only as sure as it is large.
+        """
+        reference = self._reference
+        if reference is None:
+            return np.zeros((len(seen.answer), 2))
+        values = np.concatenate([seen.signals, seen.frozen_confidence[:, None]], axis=1)[:, None]
+        ranks = ((reference < values).sum(1) + (reference <= values).sum(1)) / 2
+        scores = ndtri((ranks + 0.5) / (len(reference) + 1))
+        slack = SHIFT / 2 + 2 / math.sqrt(len(reference))
+        return SHIFT * (np.stack([scores, -scores], 2).reshape(len(scores), -1) - slack)
+
     @cached_property
     def _sure(self) -> float:
         return 0.9 if self.known is None else self.known.sure
 
     @cached_property
-    def _signals(self) -> list[Numbers]:
-        """Each signal of the validation images, in order; none where nothing is known."""
+    def _reference(self) -> Numbers | None:
+        """The signals of validation images, confidence last; None where nothing is known."""
         if self.known is None:
-            return []
-        every = torch.cat([self.known.distance[:, None], self.known.places], 1)
-        return list(np.sort(every.double().numpy().T, axis=1))
-
-    @cached_property
-    def _confidences(self) -> Numbers | None:
-        return None if self.known is None else np.sort(self.known.confidence.double().numpy())
+            return None
+        columns = (self.known.distance[:, None], self.known.places, self.known.confidence[:, None])
+        return torch.cat(columns, 1).double().numpy()
 
     @cached_property
     def _mix(self) -> Numbers:
@@ -194,16 +207,6 @@ class Guards:
         share = (counts + errors**2 / 2 + errors * spread) / (total + errors**2)
         ratios: Numbers = np.log(HALF * (share + 1.0) / share)[None]
         return ratios
-
-    @staticmethod
-    def _moved(reference: Numbers | None, values: Numbers) -> Numbers:
-        """Both ways of a shift [n, 2]: values as normal scores among the reference, which is only as sure as it is large."""
-        if reference is None:
-            return np.zeros((len(values), 2))
-        count = len(reference)
-        below, upto = (np.searchsorted(reference, values, side=side) for side in ("left", "right"))
-        scores = ndtri(((below + upto) / 2 + 0.5) / (count + 1))
-        return SHIFT * (np.stack([scores, -scores], 1) - (SHIFT / 2 + 2 / math.sqrt(count)))
 
 
 def _ratio(flags: Numbers, shares: tuple[float, float]) -> Numbers:

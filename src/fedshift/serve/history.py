@@ -6,6 +6,7 @@ The folder holds ``service.json`` (whose it is), ``versions/NUMBER.safetensors``
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -23,7 +24,8 @@ from fedshift.runs.artefact import difference, overlaid
 from fedshift.runs.known import Known
 from fedshift.serve.guards import Levels
 from fedshift.serve.service import Condition, Service
-from fedshift.store.trees import load, save
+from fedshift.store.files import Damaged
+from fedshift.store.trees import facts_of, load, save
 
 STOPPED = "stopped"  # the reason of a version that a server wrote when it ended in order
 WHOSE = "service.json"
@@ -73,9 +75,12 @@ class History:
             )
 
     def versions(self) -> list[Version]:
-        """Oldest first."""
-        first = Version(0, 0.0, "deployed", 0, 0, "adapting")
-        return [first, *(_version(number, load(path)[1]) for number, path in self._files().items())]
+        """Oldest first; a file that is no version is passed over."""
+        found = [Version(0, 0.0, "deployed", 0, 0, "adapting")]
+        for number, path in self._files().items():
+            with contextlib.suppress(Damaged):
+                found.append(_version(number, facts_of(path)))
+        return found
 
     def save(self, number: int, condition: Condition, why: str) -> Version:
         """Write a version, and forget some of the old ones (:func:`kept`)."""

@@ -75,9 +75,8 @@ class Host:
             left.unlink(missing_ok=True)
         self.records = Records(self.history.folder)
         self.versions = self.history.versions()
-        last = self.versions[-1]
+        last = self._restored()
         if last.number:
-            self.condition = self.history.load(last.number)
             self._say(f"goes on from version {last.number}, after {last.seen} images")
             if last.why != STOPPED:
                 self._say(
@@ -97,6 +96,17 @@ class Host:
         if self.service.artefact.known is None:
             self._say("the artefact knows nothing of its client's images: the first 400 will be taken for ordinary")
         self._saved = self.condition
+
+    def _restored(self) -> Version:
+        """The last version that can be read, and the condition it holds."""
+        for version in reversed(self.versions):
+            try:
+                self.condition = self.history.load(version.number)
+            except UserError as error:
+                self._say(str(error))
+            else:
+                return version
+        raise AssertionError("version 0 needs no file")
 
     def start(self) -> None:
         """Begin to answer; in an event loop."""
@@ -218,8 +228,7 @@ class Host:
         if wrong:
             raise Refused(400, f"there is no class {wrong[0]!r}; there are: {', '.join(self.service.classes)}")
 
-        def noted() -> dict[str, Any]:
-            waiting, self._unwritten = self._unwritten, []
+        def noted(waiting: list[Record]) -> dict[str, Any]:
             self.records.add(waiting)
             missing = self.records.label({name: codes[label] for name, label in truth.items()})
             if len(missing) == len(truth):
@@ -230,7 +239,9 @@ class Host:
                 "accuracy": self.records.accuracies(self.service.classes),
             }
 
-        return await asyncio.get_running_loop().run_in_executor(self._disk, noted)
+        loop = asyncio.get_running_loop()
+        waiting = await loop.run_in_executor(self._model, self._handed_over)
+        return await loop.run_in_executor(self._disk, noted, waiting)
 
     async def accuracies(self) -> dict[str, Any]:
         """Running accuracies of labels that came later."""

@@ -19,7 +19,6 @@ from torch import Tensor
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
 from fedshift.core.tree import Tree
-from fedshift.engines.base import sound
 from fedshift.engines.reference import EVALUATION_CHUNK, as_floats, chunks, draws_of
 from fedshift.runs.answers import names_of
 from fedshift.runs.artefact import Artefact
@@ -183,28 +182,30 @@ def _answered(service: Service, before: Condition, pixels: Tensor, ids: Tensor) 
     plain = heard.answer
     own = plain if output is None else output
     adapted, deployed = on_cpu(own.logits), on_cpu(plain.logits)
-    broken = not bool(sound(adapted).all())
+    told, said = (_read(logits.numpy()) for logits in (deployed, adapted))
+    broken = not np.isfinite(said.top).all()
     before = _usual(service, before, plain)
-    strangeness = _strangeness(before.judge, deployed, on_cpu(plain.features))
-    levels, begun = before.judge.guards.watched(before.levels, _seen(adapted, deployed, strangeness))
+    strangeness = _strangeness(before.judge, told.energy, on_cpu(plain.features))
+    seen = Seen(strangeness.signals, strangeness.unknown, told.classes, told.confidence, said.classes, said.confidence)
+    levels, begun = before.judge.guards.watched(before.levels, seen)
     counted = replace(before, levels=levels, seen=before.seen + len(pixels))
     events = tuple(f"alarm: {name}, at image {counted.seen}" for name in begun)
     reasons = _reasons(settings.fall_back, before.judge.guards, levels, broken)
-    if reasons and before.mode != "fallen back":
+    if reasons and before.mode == "adapting":
         why = ", ".join(reasons)
         events += (f"fell back to the frozen model at image {counted.seen}: {why}",)
         did: Did = "fell back"
         after = _fallen(service, counted)
     elif before.mode == "fallen back":
         did = "fell back"
-        after, said = _waited(service, counted, len(pixels))
-        events += said
+        after, lines = _waited(service, counted, len(pixels))
+        events += lines
     else:
-        doubt = settings.fall_back != "never" and counted.judge.guards.strain(levels) > DOUBT
+        doubt = settings.fall_back != "never" and (bool(reasons) or counted.judge.guards.strain(levels) > DOUBT)
         did = _did(before, tree)
         after = counted if before.mode == "frozen" else _learnt(counted, tree, len(pixels))
-        after, said = _collected(service, after, pixels, ids)
-        events += said
+        after, lines = _collected(service, after, pixels, ids)
+        events += lines
         did = "doubted" if doubt else did
     served = deployed if did in ("fell back", "doubted") else adapted
     telemetry = {} if output is None else {name: on_cpu(output.aux[name]) for name in service.adapter.telemetry}
@@ -269,19 +270,23 @@ def _collected(
     return after, (f"adapter {service.label} has adapted to the first {count} images, at image {condition.seen}",)
 
 
-def _strangeness(judge: Judge, logits: Tensor, features: Tensor) -> Strangeness:
-    return nothing_known(len(logits)) if judge.familiarity is None else judge.familiarity.of(logits, features)
+def _strangeness(judge: Judge, energy: np.ndarray, features: Tensor) -> Strangeness:
+    return nothing_known(len(energy)) if judge.familiarity is None else judge.familiarity.of(energy, features)
 
 
-def _seen(adapted: Tensor, deployed: Tensor, strangeness: Strangeness) -> Seen:
-    (answer, confidence), (plain, sure) = (_read(logits.numpy()) for logits in (adapted, deployed))
-    return Seen(strangeness.signals, strangeness.unknown, plain, sure, answer, confidence)
+class _Read(NamedTuple):
+    """What logits say."""
+
+    classes: np.ndarray
+    confidence: np.ndarray
+    energy: np.ndarray
+    top: np.ndarray  # not finite where there is no answer
 
 
-def _read(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Classes and confidences."""
-    top = logits.max(1, keepdims=True)
-    return logits.argmax(1), 1.0 / np.exp(logits.astype(np.float64) - top).sum(1)
+def _read(logits: np.ndarray) -> _Read:
+    top = logits.max(1)
+    total = np.exp((logits - top[:, None]).astype(np.float64)).sum(1)
+    return _Read(logits.argmax(1), 1.0 / total, -(top + np.log(total)), top)
 
 
 def _usual(service: Service, condition: Condition, plain: Output) -> Condition:

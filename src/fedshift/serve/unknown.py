@@ -7,10 +7,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from fedshift.runs.known import Known, energy_of
+from fedshift.runs.known import Known
 
 
 class Strangeness(NamedTuple):
@@ -41,13 +40,12 @@ class Familiarity:
         """The rate of false alarms: what was asked for, or the least that so few images can state."""
         return max(self.asked, 1 / (len(self.known.energy) + 1))
 
-    def of(self, logits: Tensor, features: Tensor) -> Strangeness:
-        """Of what the frozen model says about some images; on the CPU."""
-        energy = energy_of(logits.float())
-        distance = self.known.distances(features)
-        signals = torch.cat([distance[:, None], self.known.placed(features)], 1).numpy()
-        rarity = self._rarity(energy.numpy(), distance.numpy())
-        return Strangeness(energy.numpy(), distance.numpy(), rarity, rarity <= self.rate, signals)
+    def of(self, energy: np.ndarray, features: Tensor) -> Strangeness:
+        """Of the frozen model's energies and features of some images; on the CPU."""
+        distance = self.known.distances(features).numpy()
+        signals = np.concatenate([distance[:, None], self.known.placed(features).numpy()], axis=1)
+        rarity = self._rarity(energy, distance)
+        return Strangeness(energy, distance, rarity, rarity <= self.rate, signals)
 
     def _rarity(self, energy: np.ndarray, distance: np.ndarray) -> np.ndarray:
         reference = self._reference

@@ -37,6 +37,7 @@ from fedshift.store.trees import load, save
 CONFIG, METRICS, DONE = "config.toml", "metrics.jsonl", "done"
 NOTES = "notes.txt"  # one a line
 COSTS = "costs.json"
+PLAN = "plan.json"  # beside the methods' folders: every run of the experiment, begun or not
 FEATURES = "features.safetensors"
 SNAPSHOT = "snapshot.safetensors"
 OLD_SNAPSHOT = ("welcome.safetensors", "welcome/{}.safetensors")  # as older versions called them

@@ -28,6 +28,7 @@ class RoundLine:
     memory_peak: float | None = None  # on CUDA
     memory_grown: float | None = None  # on a CPU
     server: Mapping[str, float | None] = field(default_factory=dict)  # what the server measured
+    losses: Mapping[str, float | None] = field(default_factory=dict)  # of training, by client, where they are few
 
     def to_json(self) -> dict[str, Any]:
         """As the file holds it."""
@@ -37,6 +38,7 @@ class RoundLine:
             "train/loss": self.loss,
             "participants": self.participants,
             "diverged": list(self.diverged),
+            **({"losses": dict(self.losses)} if self.losses else {}),
             "bytes-down": self.bytes_down,
             "bytes-up": self.bytes_up,
             "seconds": self.seconds,
@@ -52,6 +54,7 @@ class RoundLine:
             loss=stored.get("train/loss"),
             participants=stored.get("participants", 0),
             diverged=tuple(stored.get("diverged", stored.get("left-out", ()))),
+            losses=stored.get("losses", {}),
             bytes_down=stored.get("bytes-down", 0),
             bytes_up=stored.get("bytes-up", 0),
             seconds=stored.get("seconds", 0.0),

@@ -102,6 +102,15 @@ def load(path: Path, must: bool = False, remedy: str = "") -> tuple[dict[str, Tr
     return parsed(path, lambda: (_trees(tensors, header["owners"]), dict(header["facts"])), remedy=remedy)
 
 
+def facts_of(path: Path) -> dict[str, Any]:
+    """The facts alone, without the trees; the seal is not looked at."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(json.loads((file.metadata() or {})[HEADER])["facts"])
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
+        raise Damaged(path, str(error)) from None
+
+
 def _trees(tensors: Tensors, owners: Sequence[tuple[str, Sequence[str]]]) -> dict[str, Tree]:
     trees: dict[str, Tree] = {owner: {slot: {} for slot in slots} for owner, slots in owners}
     for key, leaf in tensors.items():

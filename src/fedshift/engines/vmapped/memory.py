@@ -71,3 +71,7 @@ def _tried(work: Callable[[Sequence[T]], dict[K, V]], some: Sequence[T]) -> dict
         return work(some)
     except torch.OutOfMemoryError:
         return None
+    except RuntimeError as error:  # what a broken-off capture says may hide why it broke off
+        if not isinstance(error.__context__, torch.OutOfMemoryError):
+            raise
+        return None

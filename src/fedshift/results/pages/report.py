@@ -134,8 +134,13 @@ def page_data(result: Result, pictures: bool = True) -> dict[str, Any]:
     }
 
 
-def rendered(template: str, scripts: Sequence[str], static: Mapping[str, Any], data: Any) -> str:
-    """A page of ours: one style, one script and plotly's, their digests in its content security policy, data as JSON."""
+def rendered(
+    template: str, scripts: Sequence[str], static: Mapping[str, Any], data: Any, connect: str = "'none'"
+) -> str:
+    """A page of ours: one style, one script and plotly's, their digests in its content security policy, data as JSON.
+
+    ``connect`` says whom its script may ask for more.
+    """
     own = "\n".join(part(name) for name in scripts)
     plot = plotly_script()
     policy = {
@@ -143,6 +148,7 @@ def rendered(template: str, scripts: Sequence[str], static: Mapping[str, Any], d
         "script-src": f"{_digest(plot)} {_digest(own)}",
         "style-src": "'unsafe-inline'",  # plotly styles what it draws
         "img-src": "data: blob:",
+        "connect-src": connect,
         "base-uri": "'none'",
         "form-action": "'none'",
     }

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 from fedshift.data.audit import groups_line, notes
+from fedshift.data.output import fresh
 from fedshift.data.task import Client, Samples, Task
 from fedshift.results.plain import Sheet
 
@@ -31,8 +32,7 @@ def task_page(task: Task, path: Path, title: str, needs: str = "", examples: int
     template = (resources.files("fedshift.results.pages") / "templates" / "task.html.j2").read_text(encoding="utf-8")
     channels, height, width = task.shape
     source = task.provenance.get("source", {})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
+    fresh(path).write_text(
         environment.from_string(template).render(
             title=title,
             task=task,

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.projections.polar import PolarAxes
 
+from fedshift.data.output import fresh
 from fedshift.errors import UserError
 from fedshift.results.plots.clouds import draw_clouds
 from fedshift.results.plots.style import INK, MARKERS, PALETTE, SOFT, STROKES, save
@@ -307,7 +308,7 @@ def draw(name: str, result: Result, folder: Path, rule: str = "best-val") -> lis
 
 
 def _write_json(path: Path, content: Any) -> None:
-    path.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
+    fresh(path.with_suffix(".json")).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _options(row: Row) -> dict[str, float]:

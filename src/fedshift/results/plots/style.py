@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import FixedFormatter
 
+from fedshift.data.output import fresh
 from fedshift.results.plain import plain
 
 INK, SOFT = "#1f2430", "#8a90a0"
@@ -36,7 +37,6 @@ def save(figure: Figure, path: Path) -> None:
         named = axis.get_major_formatter()
         if isinstance(named, FixedFormatter):
             axis.set_major_formatter(FixedFormatter([plain(name) for name in named.seq]))
-    path.parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"font.family": "DejaVu Sans"}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # a box is drawn instead
-        figure.savefig(path, dpi=130, metadata={"Software": "fedshift"})
+        figure.savefig(fresh(path), dpi=130, metadata={"Software": "fedshift"})

@@ -23,7 +23,7 @@ def origin(views: Views, pictures: bool) -> dict[str, Any]:
     folders = views.result.folders
     configs = [read_config(folder) for folder in folders]
     names = names_of(folders)
-    facts = [_facts(folder) for folder in folders]
+    facts = [facts_of(folder) for folder in folders]
     return {
         "runs": [
             {
@@ -81,7 +81,7 @@ def shared(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _facts(folder: Path) -> dict[str, Any]:
+def facts_of(folder: Path) -> dict[str, Any]:
     """What ``done`` says; an old one may say nothing."""
     try:
         found = json.loads((folder / "done").read_text())

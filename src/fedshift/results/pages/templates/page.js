@@ -22,6 +22,8 @@ const page = (() => {
   // The options of a select; it keeps its choice if that is still there.
   const options = (select, entries) => {
     const before = select.value;
+    const there = [...select.options].map((option) => [option.value, option.text]);
+    if (JSON.stringify(there) === JSON.stringify(entries.map(([value, text]) => [String(value), text]))) return; // an open list stays open
     fill(select, ...entries.map(([value, text]) => make("option", { value }, text)));
     if (entries.some(([value]) => String(value) === before)) select.value = before;
   };
