@@ -4,6 +4,7 @@
     python -m benchmarks.torture doubles               # a second process in the folder of a running one
     python -m benchmarks.torture orphans               # the parent of worker processes killed
     python -m benchmarks.torture damage --part 1/4     # every file of a run damaged in every way, then commands
+    python -m benchmarks.torture fuzz table text       # inputs that Hypothesis makes: also picture, parquet, file
 
 Each part ends with a line of figures, and with exit code 1 if anything was lost or anybody saw a traceback. Commands run
 in forked processes that have everything imported, so that a trial takes a fraction of a second.
@@ -64,6 +65,19 @@ def damage(
     """Every file of a run damaged in every way, then commands that read it or mend it."""
     own, parts = map(int, part.split("/"))
     carried_out("damage", lambda base: damaging.torture(base, own, parts, seed, step))
+
+
+@app.command()
+def fuzz(
+    kinds: Annotated[
+        list[str] | None, typer.Argument(help="table, text, picture, parquet, file; default: all.")
+    ] = None,
+) -> None:
+    """Inputs that nobody would write: TOML, Parquet, images, files of a run."""
+    from benchmarks.tortures.fuzz import KINDS, torture
+
+    started = time.monotonic()
+    torture(kinds or list(KINDS)).report("fuzz", started)
 
 
 if __name__ == "__main__":

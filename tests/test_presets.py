@@ -47,6 +47,7 @@ SKEWED = [n for n in NAMES if n.startswith(("fedcir-clients", "fedcir-dirichlet"
 # clients that train and unseen clients, at full scale on the generated files
 POPULATIONS = {
     **dict.fromkeys([n for n in NAMES if n.startswith("brfl")], (20, 0)),
+    "ours": (20, 0),
     "brfl-100": (100, 0),
     "attribute": (20, 0),
     **dict.fromkeys([n for n in NAMES if n.startswith("digits")], (5, 0)),

@@ -307,3 +307,17 @@ def test_it_does_not_collapse_where_tent_and_fedtta_do(tmp_path: Path) -> None:
         )
         assert other < plain - 5
         assert ours >= plain - 0.5
+
+
+def test_ours_is_home_or_away_with_labels_and_prior_em_without() -> None:
+    ours = make(ADAPTERS["ours"].make)
+    deployed = tree()
+    assert torch.equal(logits(ours, deployed, 0), logits(make(PriorEM), deployed, 0))
+    at_home = home(deployed, ours, [0, 0, 1])
+    assert torch.equal(logits(ours, at_home, 0), logits(make(HomeOrAway), at_home, 0))
+
+
+def test_ours_looks_at_views_once() -> None:
+    deployed = tree()
+    ours, finder = (make(with_views(cls), views=2) for cls in (ADAPTERS["ours"].make, PriorEM))
+    assert torch.allclose(logits(ours, deployed, 0), logits(finder, deployed, 0))

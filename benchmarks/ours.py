@@ -1,0 +1,196 @@
+"""Our adapters on the papers' protocols: the rows of ``docs/results/ours.md``.
+
+    python benchmarks/ours.py unseen-digits alike weak                                no download, minutes on a CPU
+    python benchmarks/ours.py brfl-0.1 brfl-1.0 unseen-cifar unseen-fashion digits    on a GPU, seeds stacked
+    python benchmarks/ours.py digits --seeds 10 --tune                                validation in place of test images
+
+Every part has a number of seconds after which it is given up, so that the next one has its turn; what was scored until then
+counts. ``$OUT/PART.json`` has every seed's number. Rounds are the last ones: nothing is chosen on the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from fedshift import Experiment, run
+from fedshift.runs.open import open_run
+
+FIVE = ("original", "corrupted", "out-of-client", "natural", "mixture")
+TWO_HEADS: dict[str, Any] = {
+    "name": "fedthe", "label": "two heads", "adapters": [
+        {"name": "the", "label": "personal head", "e": 0.0},
+        {"name": "the", "label": "shared head", "e": 1.0},
+        {"name": "the", "label": "FedTHE"},
+        {"name": "the", "label": "FedTHE, views", "views": 8},
+        {"name": "the-plus", "label": "FedTHE+"},
+        {"name": "home-or-away", "label": "home-or-away"},
+        {"name": "ours", "label": "ours", "views": 8},
+    ],
+}  # fmt: skip
+GLOBAL: dict[str, Any] = {
+    "name": "fedavg", "label": "FedAvg", "adapters": [
+        {"name": "none"},
+        {"name": "none", "label": "views", "views": 8},
+        {"name": "t3a", "label": "T3A"},
+        {"name": "t3a", "label": "T3A, views", "views": 8},
+    ],
+}  # fmt: skip
+TENT = {
+    "name": "tent", "label": "TENT", "params": "all", "batch-size": 0, "predict-when": "after", "optimiser": "sgd",
+    "train-lr": True, "weight-decay": 1e-4, "clip": 10.0, "bits": True,
+}  # fmt: skip
+FINDERS = [
+    {"name": "none"},
+    TENT,
+    {"name": "prior-em", "label": "prior-em"},
+    {"name": "prior-em", "label": "prior-em, unguarded", "guard": False},
+    {"name": "prior-em", "label": "prior-em, online", "mode": "online"},
+    {"name": "prior-em", "label": "BBSE", "estimate": "bbse"},
+    {"name": "prior-em", "label": "RLLS", "estimate": "rlls"},
+    {"name": "prior-em", "label": "prior-em, views", "views": 8},
+]
+
+
+def unseen(preset: str, flip: bool, methods: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+    """A protocol of unseen clients; digits and clothes are not mirrored."""
+    finders = [{**one, "flip": flip} if "views" in one else one for one in FINDERS]
+    return {"preset": preset, "method": [{**method, "adapters": finders} for method in methods], **changes}
+
+
+OURS = {
+    **TWO_HEADS,
+    "adapters": [{"name": "the", "label": "FedTHE"}, "home-or-away", {"name": "ours", "label": "ours"}],
+}
+OURS_VIEWED = {"name": "ours", "label": "ours, views", "views": 8, "flip": False}
+PARTS: dict[str, dict[str, Any]] = {
+    "brfl-0.1": {"preset": "brfl", "partition.alpha": 0.1, "method": [TWO_HEADS, GLOBAL]},
+    "brfl-1.0": {"preset": "brfl", "partition.alpha": 1.0, "method": [TWO_HEADS, GLOBAL]},
+    "unseen-cifar": unseen("new-clients", True, [{"name": "fedavg", "label": "FedAvg"}], rounds=400),
+    "unseen-cifar-scaffold": unseen(
+        "new-clients", True, [{"name": "scaffold", "label": "SCAFFOLD", "server-lr": 1.5}], rounds=400
+    ),
+    "unseen-digits": {
+        **unseen("default", False, [{"name": "fedavg", "label": "FedAvg"}], rounds=20),
+        "stream": [{"name": "original", "kind": "original"}], "data.limit": 3000,
+        "partition": {"kind": "pathological", "clients": 30},
+        "split": {"train": 0.8, "val": 0.2, "test": 0.0, "unseen": 0.5},
+        "train": {"lr": 0.05, "batch-size": 20, "weights": "uniform", "weight-decay": 5e-4},
+    },
+    "alike": unseen("default", False, [{"name": "fedavg", "label": "FedAvg"}]),
+    "weak": {
+        **unseen("default", False, [{"name": "fedavg", "label": "FedAvg"}], rounds=8),
+        "partition": {"kind": "by-domain", "clients-per-domain": 4, "inside": "dirichlet", "alpha": 0.3},
+        "split": {
+            "train": 0.6, "val": 0.2, "test": 0.2, "train-limit": 40,
+            "unseen": [f"{kind}-{k}" for kind in ("font", "pen") for k in range(4)],
+        },
+    },
+    "unseen-fashion": unseen("new-clients-fashion", False, [{"name": "fedavg", "label": "FedAvg"}]),
+    "digits": {
+        "preset": "digits-covariate",
+        "method": [{**OURS, "adapters": [*OURS["adapters"], OURS_VIEWED]}, {"name": "fedavg", "label": "FedAvg"}],
+    },
+}  # fmt: skip
+
+
+def experiment_of(part: str, seeds: list[int], rounds: int | None, tune: bool) -> Experiment:
+    """A preset with our rows, scored once, after the last round."""
+    changes = dict(PARTS[part])
+    table = Experiment.load(changes.pop("preset")).model_dump(by_alias=True)
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        inner = table
+        for name in path:
+            inner = inner[name]
+        inner[last] = value
+    table["rounds"] = rounds or table["rounds"]
+    streams = [stream for stream in table["stream"] if "brfl" not in part or stream["name"] in FIVE]
+    evaluate = {
+        "every": table["rounds"], "mean-of": [s["name"] for s in streams] if "brfl" in part else [],
+        "advice": False, "artefacts": False, "predictions": False,
+    }  # fmt: skip
+    if tune:
+        table["split"]["tune"] = True
+        streams = [stream for stream in streams if stream["name"] not in ("natural", "mixture")]
+        evaluate["mean-of"] = []
+    return Experiment.parse(
+        {
+            **table,
+            "name": part,
+            "notes": [],
+            "baselines": False,
+            "seeds": seeds,
+            "stream": streams,
+            "evaluate": evaluate,
+        }
+    )
+
+
+def scores_of(folder: Path) -> dict[str, dict[str, float]]:
+    """Client means of every adapter of a run, by stream and population."""
+    return {
+        label: {
+            f"{row.metric.stream} ({row.metric.population})": row.summary.client_mean
+            for row in rows
+            if row.selection == "last" and row.summary.client_mean is not None
+        }
+        for label, rows in open_run(folder).folder.scores().items()
+    }
+
+
+def collect(part: str, runs: Path, out: Path) -> None:
+    """Write what the finished adapters of a part's runs found, with every seed's number, and print the means."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for folder in sorted(path.parent for path in runs.rglob("done")):
+        for adapter, columns in scores_of(folder).items():
+            for column, value in columns.items():
+                found.setdefault(f"{folder.parent.name} / {adapter}", {}).setdefault(column, []).append(round(value, 2))
+    (out / f"{part}.json").write_text(json.dumps(found, indent=1) + "\n")
+    for row, columns in found.items():
+        cells = (f"{column} {sum(values) / len(values):.1f}" for column, values in columns.items())
+        seeds = max(map(len, columns.values()), default=0)
+        print(f"  {row:34s} {seeds} seeds: {', '.join(cells)}".replace(" (clients)", ""))
+
+
+def main() -> None:
+    """Each part in a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=list(PARTS))
+    parser.add_argument("--seeds", default="30,31,32", help="with commas; seeds of one part share a GPU")
+    parser.add_argument("--rounds", type=int, help="in place of the part's own")
+    parser.add_argument("--seconds", type=int, default=600, help="after which a part is given up")
+    parser.add_argument("--tune", action="store_true", help="validation images in place of test images")
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # of a part's own process
+    asked = parser.parse_args()
+    if asked.into:
+        seeds = [int(seed) for seed in asked.seeds.split(",")]
+        run(experiment_of(asked.parts[0], seeds, asked.rounds, asked.tune), asked.into, processes=1)
+        return
+    out = Path(os.environ.get("OUT") or tempfile.mkdtemp())
+    for part in asked.parts:
+        runs, started = Path(tempfile.mkdtemp()), time.perf_counter()
+        own = ["--tune"] * asked.tune + (["--rounds", str(asked.rounds)] if asked.rounds else [])
+        command = [sys.executable, __file__, part, "--seeds", asked.seeds, "--into", str(runs), *own]
+        log = runs / "log"
+        ended = ""
+        try:
+            with log.open("w") as file:
+                subprocess.run(command, stdout=file, stderr=file, timeout=asked.seconds, check=True)
+        except subprocess.TimeoutExpired:
+            ended = ", given up"
+        except subprocess.CalledProcessError:
+            ended = ", failed:\n" + "\n".join(log.read_text().splitlines()[-15:])
+        print(f"{part}: seeds {asked.seeds}, {time.perf_counter() - started:.0f} s{ended}")
+        collect(part, runs, out)
+
+
+if __name__ == "__main__":
+    main()
