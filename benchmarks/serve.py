@@ -177,34 +177,47 @@ def pictures(count: int = 64) -> list[bytes]:
 
 
 @app.command()
-def speed(seconds: float = 2.0, repeats: int = 5, connections: int = 8) -> None:
+def speed(seconds: float = 1.0, repeats: int = 9, connections: int = 8) -> None:
     """Bursts to the bare network and to each adapter in turn; the median of their ratios."""
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
         folder, bodies = trained(place), pictures()
-        with server(["bare", *ROWS], folder, place / "state") as (url, _):
-            _compared(url, bodies, seconds, repeats, connections)
+        with server(["bare", *ROWS], folder, place / "state") as (url, running):
+            _compared(url, running.pid, bodies, seconds, repeats, connections)
 
 
-def _compared(url: str, bodies: list[bytes], seconds: float, repeats: int, connections: int) -> None:
+def _compared(url: str, pid: int, bodies: list[bytes], seconds: float, repeats: int, connections: int) -> None:
     urls = {kind: f"{url}/{kind.replace(' ', '-')}" for kind in ("bare", *ROWS)}
-    for own in urls.values():
-        asyncio.run(burst(own, bodies, 0.5, connections))
-    print(f"{'adapter':22}{'requests/s':>12}{'bare':>8}{'ratio':>8}{'p99 ms':>9}{'bare':>8}{'ratio':>8}   wanted")
+
+    def loaded(kind: str, many: int) -> tuple[Load, float]:
+        before = processor(pid)
+        load = asyncio.run(burst(urls[kind], bodies, seconds, many))
+        return load, (processor(pid) - before) / max(load.answered, 1)
+
+    for kind in urls:
+        loaded(kind, connections)
+    print(
+        "each against the bare network, medians over bursts; cpu: the server's own seconds for a request, bare / adapter"
+    )
+    print(f"{'adapter':22}{'requests/s':>12}{'ratio':>8}{'cpu':>8}{'p99 ms':>9}{'ratio':>8}   wanted: throughput, p99")
     for kind in ROWS:
         many = 32 if kind.startswith("tent") else connections
-        pairs = []
-        for _ in range(repeats):
-            loads = (asyncio.run(burst(urls[who], bodies, seconds, many)) for who in (kind, "bare"))
-            pairs.append((next(loads), next(loads)))
-        rate = statistics.median(own.rate / bare.rate for own, bare in pairs)
-        slow = statistics.median(own.p99 / bare.p99 for own, bare in pairs)
-        own, bare = (statistics.median(pair[i].rate for pair in pairs) for i in (0, 1))
-        late, early = (1000 * statistics.median(pair[i].p99 for pair in pairs) for i in (0, 1))
+        pairs = [(loaded(kind, many), loaded("bare", many)) for _ in range(repeats)]
+        rate = statistics.median(own[0].rate / bare[0].rate for own, bare in pairs)
+        work = statistics.median(bare[1] / own[1] for own, bare in pairs)
+        slow = statistics.median(own[0].p99 / bare[0].p99 for own, bare in pairs)
+        own, late = (
+            statistics.median(values) for values in zip(*((o.rate, 1000 * o.p99) for (o, _), _ in pairs), strict=True)
+        )
         least, most = WANTED[kind]
-        met = rate >= least and (most is None or slow <= most)
-        words = f"{'met' if met else 'MISSED'}: {least}" + ("" if most is None else f", {most}")
-        print(f"{kind:22}{own:12.0f}{bare:8.0f}{rate:8.2f}{late:9.1f}{early:8.1f}{slow:8.2f}   {words}", flush=True)
+        words = f"{least}" + ("" if most is None else f", {most}")
+        print(f"{kind:22}{own:12.0f}{rate:8.2f}{work:8.2f}{late:9.1f}{slow:8.2f}   {words}", flush=True)
+
+
+def processor(pid: int) -> float:
+    """Seconds that a process has computed: what other processes do does not count."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @app.command()

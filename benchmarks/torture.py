@@ -4,6 +4,7 @@
     python -m benchmarks.torture doubles               # a second process in the folder of a running one
     python -m benchmarks.torture orphans               # the parent of worker processes killed
     python -m benchmarks.torture damage --part 1/4     # every file of a run damaged in every way, then commands
+    python -m benchmarks.torture fuzz table text       # inputs that Hypothesis makes: also picture, parquet, file
 
 Each part ends with a line of figures, and with exit code 1 if anything was lost or anybody saw a traceback.
 """
@@ -39,6 +40,19 @@ def damage(
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="torture-") as base:
         torture(Path(base), own, parts, seed, step).report("damage", started)
+
+
+@app.command()
+def fuzz(
+    kinds: Annotated[
+        list[str] | None, typer.Argument(help="table, text, picture, parquet, file; default: all.")
+    ] = None,
+) -> None:
+    """Inputs that nobody would write: TOML, Parquet, images, files of a run."""
+    from benchmarks.tortures.fuzz import KINDS, torture
+
+    started = time.monotonic()
+    torture(kinds or list(KINDS)).report("fuzz", started)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ def running(folder: Path, method: str, **terms: object) -> Iterator[Real]:
 
 
 @pytest.mark.system
+@pytest.mark.timeout(900)
 def test_a_federation_with_tls_and_keys(tmp_path: Path) -> None:
     """FedAvg ends where the sequential engine ends; SCAFFOLD goes on after a node was killed in a round and restarted."""
     with running(tmp_path, "fedavg", least=2) as real:
@@ -74,6 +75,7 @@ def test_a_federation_with_tls_and_keys(tmp_path: Path) -> None:
 
 @pytest.mark.system
 @pytest.mark.grid
+@pytest.mark.timeout(1800)
 def test_all_of_them_end_where_the_sequential_engine_ends(tmp_path: Path) -> None:
     with running(tmp_path, "fedavg", least=3) as real:
         for method in METHODS[1:]:
@@ -86,6 +88,7 @@ def test_all_of_them_end_where_the_sequential_engine_ends(tmp_path: Path) -> Non
 
 @pytest.mark.system
 @pytest.mark.grid
+@pytest.mark.timeout(900)
 def test_a_killed_server_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     with running(tmp_path, "scaffold", least=3) as real:
         real.begin()

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import fedshift
 from fedshift.cli import app
+from fedshift.deploy import processes
 from fedshift.deploy.checks import entries
 from fedshift.deploy.flower import GridExchange
 from fedshift.deploy.kit import PartyKit, ServerKit, party_of
@@ -38,7 +39,7 @@ INSTRUCTIONS = {"FROM", "RUN", "USER", "ENV", "VOLUME", "EXPOSE", "ENTRYPOINT"}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("kits") / "federation"
     experiment = demo_experiment().model_copy(update={"rounds": 1})
-    init(target, experiment, PARTIES, "10.0.0.7:9443", method="fedbn", demo=True, least=2)
+    init(target, experiment, PARTIES, "10.0.0.7:59443", method="fedbn", demo=True, least=2)
     return target
 
 
@@ -198,3 +199,19 @@ def test_an_unseen_party_joins_with_what_the_server_offers(folder: Path, ran: An
     joined = join(place, pictures, "tent", tmp_path / "out")
     assert len(joined.predictions) == 12
     assert fedshift.load(tmp_path / "out").using == "tent"
+
+
+def test_stop_ends_what_runs_and_nothing_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[list[str]] = []
+    runs = [{"run-id": "7", "status": "running"}, {"run-id": "5", "status": "finished:completed"}]
+    monkeypatch.setattr(processes, "status", lambda _: processes.Status(runs, {}))
+    monkeypatch.setattr(processes, "flwr", lambda _, words: told.append(list(words)))
+    assert processes.stop(ServerKit(folder / "server")) == ["7"]
+    assert told == [["stop", "7", processes.CONNECTION]]
+
+
+@pytest.mark.parametrize("command", ["run", "status", "stop"])
+def test_without_a_server_there_is_one_sentence(command: str, folder: Path) -> None:
+    said = CliRunner().invoke(app, ["deploy", command, str(folder / "server")])
+    assert isinstance(said.exception, UserError)
+    assert "no server answers on port 59443" in str(said.exception)

@@ -136,7 +136,9 @@ def test_requests_of_many_are_answered_together_in_the_order_of_arrival(everythi
 
 def test_a_lone_request_waits_no_longer_than_the_deadline(world: World, tmp_path: Path) -> None:
     images, _ = world.stream()
-    with served(world.folder("fedbn"), tmp_path, "--adapter", "tent", "--deadline", "300") as server:
+    with served(
+        world.folder("fedbn"), tmp_path, "--adapter", "tent", "--deadline", "300", "--fall-back", "never"
+    ) as server:
         with contextlib.closing(server.connect()) as connection:
             server.ask("POST", "/predict", png(images[0]), PICTURE, connection)
             spent = []
@@ -151,7 +153,7 @@ def test_a_lone_request_waits_no_longer_than_the_deadline(world: World, tmp_path
 def test_sigkill_loses_at_most_the_last_interval(world: World, tmp_path: Path) -> None:
     images, _ = world.stream()
     pictures = [png(image) for image in images]
-    options = ("--adapter", "t3a", "--save-every", "20", "--save-seconds", "0.5")
+    options = ("--adapter", "t3a", "--save-every", "20", "--save-seconds", "0.5", "--fall-back", "never")
     answered = 0
     with served(world.folder("fedbn"), tmp_path, *options) as server:
         ended = threading.Event()

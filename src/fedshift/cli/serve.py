@@ -42,7 +42,7 @@ def serve(
     deadline: Annotated[
         float, typer.Option(help="Milliseconds a request waits for others, where an adapter wants a batch.")
     ] = 50.0,
-    save_every: Annotated[int, typer.Option(help="Images between two versions on disk.")] = 100,
+    save_every: Annotated[int, typer.Option(help="Images between two versions on disk.")] = 1000,
     save_seconds: Annotated[float, typer.Option(help="Seconds between two versions on disk.")] = 5.0,
     keep: Annotated[int, typer.Option(help="Newest versions that are all kept; of older ones some are.")] = 20,
     fall_back: Annotated[

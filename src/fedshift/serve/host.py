@@ -38,7 +38,7 @@ UNKNOWN = "unknown"
 class Keeping:
     """When what was learnt is written down."""
 
-    images: int = 100
+    images: int = 1000
     seconds: float = 5.0
     versions: int = 20
     deadline: float = 0.05  # seconds that a request waits for company, where an adapter wants several images together
