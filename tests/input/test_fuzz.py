@@ -49,7 +49,7 @@ def test_files_that_were_found_once(file: Path, planning: None, tmp_path: Path) 
 
 @grid
 @pytest.mark.usefixtures("planning")
-@budget(120)
+@budget(80)
 @given(table=tables)
 def test_any_table(tmp_path_factory: pytest.TempPathFactory, table: dict[str, Any]) -> None:
     whole: dict[str, Any] = {"extends": "default"}
@@ -64,7 +64,7 @@ def test_any_table(tmp_path_factory: pytest.TempPathFactory, table: dict[str, An
 
 @grid
 @pytest.mark.usefixtures("planning")
-@budget(60)
+@budget(40)
 @given(changed=changes)
 def test_any_text(tmp_path_factory: pytest.TempPathFactory, changed: list[tuple[str, float, bytes]]) -> None:
     folder = tmp_path_factory.mktemp("text")
@@ -95,7 +95,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @grid
-@budget(80)
+@budget(50)
 @given(pictures=st.lists(pictures, min_size=1, max_size=4), strict=st.booleans())
 def test_any_picture(
     tmp_path_factory: pytest.TempPathFactory, trained: Path, pictures: list[bytes], strict: bool
@@ -129,7 +129,7 @@ columns = st.one_of(
 
 
 @grid
-@budget(60)
+@budget(40)
 @given(
     named=st.dictionaries(
         st.sampled_from(["label", "domain", "client", "split", "user", "group", "patient_id", "image", "[/]", ""]),
@@ -182,7 +182,7 @@ def copies(trained: Path, folder: Path) -> Iterator[Path]:
 
 
 @grid
-@budget(60)
+@budget(40)
 @given(
     number=st.integers(0, 10**6),
     command=st.sampled_from(COMMANDS),
