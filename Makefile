@@ -45,7 +45,7 @@ gpu-speed:
 
 # the site, into site/: without network, strict, its notebook run on the way
 docs: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(BIN)/python -m mkdocs build --strict
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -134,7 +134,7 @@ def bare_processes(clients: int, samples: int, count: int) -> float:
 
 def cpu() -> None:
     torch.set_num_threads(1)
-    clients, samples = 8, 512
+    clients, samples = 4, 128
     task, method, work = make_task(clients, samples), make_method(1), clients * samples
     device = torch.device("cpu")
     plain, ours = _plain_loop(clients, samples), one_round(Sequential(), method, task, device)

@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 import pytest
 
 from fedshift.core.registry import ADAPTERS, METHODS
+from tests.browser import browser, errors, prefer, resize, until
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -190,7 +191,6 @@ def build(configuration: Path, into: Path) -> subprocess.CompletedProcess[str]:
         "-m",
         "mkdocs",
         "build",
-        "--quiet",
         "--strict",
         "-f",
         str(configuration),
@@ -250,6 +250,38 @@ def test_the_site_asks_nobody_else(site: Path) -> None:
         )
         fetched += re.findall(r"""(?:@import|url\()\s*["']?(https?:[^"')]+)""", text) if page.suffix == ".css" else []
         assert not fetched, page
+
+
+@pytest.mark.system
+def test_the_site_in_a_browser(site: Path) -> None:
+    """From disk: no complaint, no sideways scroll on a phone, dark where that is preferred, and search finds a method."""
+    with browser() as driver:
+        for width, colours in ((1280, "light"), (390, "dark")):
+            resize(driver, width)
+            for page in (
+                "index",
+                "methods/fedtta",
+                "adapters/the",
+                "reference/pairs",
+                "results/brfl",
+                "tutorials/notebook",
+                "api/core",
+            ):
+                prefer(driver, colours)
+                driver.get((site / f"{page}.html").as_uri())
+                driver.execute_script("localStorage.clear()")
+                wide = driver.execute_script("return document.documentElement.scrollWidth - innerWidth")
+                assert wide <= 0, (page, width)
+                assert not errors(driver), page
+            driver.get((site / "methods" / "fedtta.html").as_uri())
+            scheme = driver.execute_script("return document.body.dataset.mdColorScheme")
+            assert scheme == {"light": "default", "dark": "slate"}[colours]
+            drawn = driver.execute_script("return document.querySelector('math').getBoundingClientRect().width")
+            assert drawn > 0
+        resize(driver, 1280)
+        driver.get(f"{(site / 'index.html').as_uri()}?q=scaffold")
+        found = "return [...document.querySelectorAll('.md-search__output a')].map(a => a.href).join()"
+        until(lambda: "methods/scaffold.html" in (driver.execute_script(found) or ""))
 
 
 @pytest.mark.system

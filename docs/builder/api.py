@@ -28,8 +28,9 @@ def pages() -> dict[str, str]:
 def _front(packages: list[str]) -> str:
     grouped: dict[str, list[str]] = {OTHERS: [], **{title: [] for title in GROUPS.values()}}
     for name in fedshift.__all__:
-        home = str(getattr(getattr(fedshift, name), "__module__", "fedshift.core")).split(".")
-        grouped[GROUPS.get(home[1] if len(home) > 1 else "", OTHERS)].append(name)
+        home = str(getattr(getattr(fedshift, name), "__module__", ""))
+        package = home.split(".")[1] if home.startswith("fedshift.") else "core"  # types of trees, decorators
+        grouped[GROUPS.get(package, OTHERS)].append(name)
     parts = [
         "# API",
         "What `import fedshift` gives. Packages, module by module: "

@@ -165,6 +165,7 @@ def _paragraph(text: str, options: Collection[str]) -> str:
     plain = ROLE.sub(lambda found: f"`{found[1].rsplit('.', 1)[-1]}`", text)
     greek = "|".join(sorted(set(GREEK) - set(options)))
     parts = SPAN.split(plain)  # text and spans in turn
-    prose = [re.sub(rf"(?<![\w`-])(?:{greek})~?(?![\w`-])", lambda f: mathml(f[0]), part) for part in parts[::2]]
+    symbol = rf"(?<![\w`-])(?:(?:{greek})~?|[A-Za-z]_(?:[a-z]{{1,4}}|\d))(?![\w`-])"  # psi~ and F_base in a sentence
+    prose = [re.sub(symbol, lambda found: mathml(found[0]), part) for part in parts[::2]]
     spans = [shown(" ".join(part.split())) for part in parts[1::2]]
     return "".join(part for pair in zip(prose, [*spans, ""], strict=True) for part in pair)

@@ -12,12 +12,14 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.utils import get_relative_url
 
 TOP = Path(__file__).parents[2]
 sys.path.insert(0, str(TOP))  # mkdocs has this file alone
 
 from docs.builder import api, notebooks, pages  # noqa: E402
 
+SHIM = "https://unpkg.com/iframe-worker/shim"  # what the theme would fetch
 ROOT = {"CONTRIBUTING.md": "contributing.md", "CHANGES.md": "changes.md"}  # beside docs/, and where they go
 
 
@@ -37,11 +39,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links to files beside ``docs/`` lead to their pages; a README's own place is the home page."""
+    """Links to files beside ``docs/`` and to notebooks lead to their pages; a README's own place is the home page."""
     up = "../" * page.file.src_uri.count("/")
     for name, target in ROOT.items():
-        markdown = re.sub(rf"\]\((?:\.\./)+{name}", f"]({up}{target}", markdown)
+        markdown = re.sub(rf"\]\((?:\.\./)*{name}", f"]({up}{target}", markdown)
+    markdown = re.sub(r"(\]\([\w./-]+)\.ipynb\)", r"\1.md)", markdown)
     return re.sub(r"\]\((?:\.\./)+README\.md", f"]({up}index.md", markdown)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """What a page that is opened from disk needs to search comes from the site itself."""
+    return output.replace(SHIM, get_relative_url("from-disk.js", page.url))
+
+
+def on_post_template(output_content: str, template_name: str, **_: Any) -> str:
+    """The same for the page that says that there is no such page."""
+    return output_content.replace(SHIM, "/from-disk.js") if template_name.endswith(".html") else output_content
 
 
 def _outside() -> dict[str, str]:

@@ -18,6 +18,10 @@ class UserError(Exception):
 
     exit_code = 2
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows of it: the sentence."""
+        return [f"error: {self}"]
+
 
 class HostError(UserError):
     """The operating system said no: a full disk, a file that may not be written, a folder that is gone."""

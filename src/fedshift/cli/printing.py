@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from fedshift.results.advice import Advice
     from fedshift.results.result import Result
 
+Clients = Annotated[bool, typer.Option("--clients", help="A column for every client, where they are few.")]
 Format = Annotated[str, typer.Option("--format", help="table or json")]
 
 
-def print_result(screen: Screen, result: Result, rule: str, rules: bool) -> None:
+def print_result(screen: Screen, result: Result, rule: str, rules: bool, clients: bool = False) -> None:
     """The table, the other measures, the costs, what adapters tell, the three rules side by side, and the notes."""
-    screen.print(result.table(rule))
+    screen.print(result.clients(rule) if clients else result.table(rule))
     measures = result.measures_table(rule)
     if measures is not None:
         screen.print(measures)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedshift.cli.app import app
-from fedshift.cli.printing import console, print_advice, print_result
+from fedshift.cli.printing import Clients, console, print_advice, print_result
 
 if TYPE_CHECKING:
     from fedshift.results.plain import Screen
@@ -46,12 +46,14 @@ def run(
         int | None,
         typer.Option("--jobs", "-j", help="So many runs at a time, a process each; left out: as many as fill a GPU."),
     ] = None,
+    clients: Clients = False,
 ) -> None:
     """Train every method of an experiment, test every adapter, print the table, write the page. Finished parts stay."""
     from fedshift.engines.auto import compute_for
     from fedshift.experiment.schema import Experiment
     from fedshift.results.plots.pictures import density_picture, map_picture, option_map, result_picture
     from fedshift.results.plots.task import task_picture
+    from fedshift.results.tables import check_room
     from fedshift.runs.estimate import check_size
     from fedshift.runs.progress import Terminal
     from fedshift.runs.run import carry_out, plan
@@ -65,6 +67,8 @@ def run(
     reporter = Terminal(screen)
     try:
         planned = plan(chosen, out, reporter=reporter)
+        if clients:  # said now, not after hours
+            check_room(max(len(job.task.clients) + len(job.task.unseen) for job in planned))
         if not yes:
             check_size(planned, compute_for(device, chosen.precision).device)
         result = carry_out(
@@ -89,7 +93,7 @@ def run(
     if option_map(result) is not None:
         pictures.append(folder / "map.png")
         map_picture(result, pictures[-1])
-    print_result(screen, result, "best-val", rules=chosen.evaluate.oracle)
+    print_result(screen, result, "best-val", rules=chosen.evaluate.oracle, clients=clients)
     if any(row.twins for row in result.rows):
         screen.print("What to deploy (fedshift advise has the table):", style="bold")
         print_advice(screen, result.advice())

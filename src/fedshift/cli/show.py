@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedshift.cli.app import app
-from fedshift.cli.printing import Format, console, print_advice, print_result, wants_json
+from fedshift.cli.printing import Clients, Format, console, print_advice, print_result, wants_json
 from fedshift.errors import UserError
 
 
@@ -27,6 +27,7 @@ def show(
     by: Annotated[
         str, typer.Option(help="By subgroup instead: client, or a column of [data] attributes (scanner, sex, age).")
     ] = "",
+    clients: Clients = False,
 ) -> None:
     """Print the results of finished runs again, or draw them."""
     from fedshift.measures.measurement import MEASURES, measure_of
@@ -52,7 +53,7 @@ def show(
         console().print(table)
         return
     if metric:
-        console().print(result.table(select, metric))
+        console().print(result.clients(select, metric) if clients else result.table(select, metric))
         return
     if picture:
         from fedshift.results.plots.pictures import draw
@@ -62,7 +63,7 @@ def show(
     elif wants_json(format):
         print(to_json(result))
     else:
-        print_result(console(), result, select, rules=True)
+        print_result(console(), result, select, rules=True, clients=clients)
 
 
 @app.command()

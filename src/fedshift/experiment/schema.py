@@ -6,7 +6,7 @@ import difflib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from fedshift.errors import UserError
-from fedshift.experiment.files import assignment, copied, extended, override, presets, setting, source_of
+from fedshift.experiment.files import assignment, copied, extended, merged, override, presets, setting, source_of
 
 DEFAULT = "default"
 
@@ -254,7 +254,18 @@ class Experiment(Table):
 
     >>> Experiment(rounds=2, method=[{"name": "fedavg"}]).method[0].title
     'fedavg'
+    >>> Experiment(ruonds=2)
+    Traceback (most recent call last):
+    ...
+    fedshift.errors.UserError: unknown key 'ruonds'; did you mean 'rounds'?
     """
+
+    def __init__(self, **values: Any) -> None:
+        """From keys and tables as a TOML file has them, with one sentence on the first thing that is wrong."""
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise UserError(_sentence(error, type(self))) from None
 
     title: str = ""
     name: Name = "experiment"  # of the run folder; the file's name if it comes from a file
@@ -335,22 +346,40 @@ class Experiment(Table):
     def parse(cls, table: Mapping[str, Any], where: str = "the experiment") -> Experiment:
         """From nested dictionaries, with one sentence on the first thing that is wrong."""
         try:
-            return cls.model_validate(dict(table))
-        except ValidationError as error:
-            raise UserError(f"{where}: {_sentence(error, cls)}") from None
+            return cls(**table)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
 
     @classmethod
-    def load(cls, source: str | Path | None = None, overrides: Sequence[str] = ()) -> Experiment:
-        """A TOML file, a preset's name, or nothing for the embedded default; with ``key=value`` overrides."""
-        return cls._changed(source, overrides, {})
+    def load(
+        cls,
+        source: str | Path | None = None,
+        overrides: Sequence[str] = (),
+        changes: Mapping[str, Any] | None = None,
+    ) -> Experiment:
+        """A TOML file, a preset's name, or nothing for the embedded default; with ``key=value`` overrides.
+
+        ``changes`` are keys and tables on top of it, as a file that extends it would have them.
+
+        >>> Experiment.load("brfl", changes={"rounds": 5, "train": {"lr": 0.1}}).rounds
+        5
+        """
+        return cls._changed(source, overrides, {}, _spelt(changes or {}))
 
     @classmethod
-    def _changed(cls, source: str | Path | None, overrides: Sequence[str], before: Mapping[str, Any]) -> Experiment:
-        """A file with values set before the overrides, by dotted key."""
+    def _changed(
+        cls,
+        source: str | Path | None,
+        overrides: Sequence[str],
+        before: Mapping[str, Any],
+        own: Mapping[str, Any] | None = None,
+    ) -> Experiment:
+        """A file with tables of one's own on top, then values by dotted key, then the overrides."""
         for text in (str(source or ""), *overrides):
             if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
                 raise UserError(f"{text!r} is not UTF-8")
         table = extended(str(source) if source is not None else DEFAULT)
+        table = merged(table, copied(own)) if own else table
         changes = [*((key.split("."), value) for key, value in before.items()), *map(assignment, overrides)]
         scale = next((value for key, value in reversed(changes) if key == ["scale"]), table.get("scale", "full"))
         small = table.pop("small", {})
@@ -382,20 +411,38 @@ class Experiment(Table):
         plain = {"split.unseen": 0.0, "split.train-limit": 0, "split.stratify": True}
         return cls._changed(None, overrides, {**named, **plain})
 
+    def changed(self, changes: Mapping[str, Any]) -> Experiment:
+        """The same with other keys; tables merge, as in a file that extends another.
+
+        >>> Experiment(rounds=2, train={"lr": 0.1}).changed({"rounds": 5, "train": {"momentum": 0.9}}).train
+        {'lr': 0.1, 'momentum': 0.9}
+        """
+        return Experiment.parse(merged({**self._whole(), "sweep": self.sweep}, _spelt(changes)))
+
+    def _whole(self) -> dict[str, Any]:
+        """All keys but the sweep's, also those that no dump has."""
+        base = self.model_dump(by_alias=True, exclude={"sweep"})
+        base["evaluate"] |= self.evaluate.undumped()
+        base["data"] |= {"attributes": self.data.attributes}
+        return base
+
     def variants(self) -> Iterator[tuple[dict[str, Any], Experiment]]:
         """One experiment for each point of the sweep, with the values that make it."""
         if not self.sweep:
             yield {}, self
             return
-        base = self.model_dump(by_alias=True, exclude={"sweep"})
-        base["evaluate"] |= self.evaluate.undumped()
-        base["data"] |= {"attributes": self.data.attributes}
+        base = self._whole()
         for values in itertools.product(*self.sweep.values()):
             point = dict(zip(self.sweep, values, strict=True))
             table = copied(base)
             for key, value in point.items():
                 override(table, key.split("."), value)
             yield point, Experiment.parse(table, "sweep")
+
+
+def _spelt(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys as Python spells them, as files do: ``checkpoint_every`` is ``checkpoint-every``."""
+    return {key.replace("_", "-"): value for key, value in changes.items()}
 
 
 def _check_paper(paper: Mapping[str, Any]) -> None:
@@ -420,12 +467,22 @@ def _holding(paper: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str,
     return found
 
 
+def _table_of(cls: type[BaseModel], where: Sequence[int | str]) -> type[BaseModel]:
+    """The model of the table that a key stands in."""
+    for part in where:
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        if part in fields:
+            kinds = [fields[part].annotation, *get_args(fields[part].annotation)]
+            cls = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), cls)
+    return cls
+
+
 def _sentence(error: ValidationError, cls: type[BaseModel]) -> str:
     """The first problem in plain words."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        known = [field.alias or name for name, field in cls.model_fields.items()]
+        known = [field.alias or name for name, field in _table_of(cls, first["loc"][:-1]).model_fields.items()]
         close = difflib.get_close_matches(str(first["loc"][-1]), known, 1)
         return f"unknown key {where!r}" + (f"; did you mean {close[0]!r}?" if close else "")
     message = first["msg"].removeprefix("Value error, ")

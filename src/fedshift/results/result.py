@@ -18,7 +18,10 @@ from fedshift.store.rows import ScoreRow, Told
 from fedshift.store.summary import known, mean_and_std
 
 if TYPE_CHECKING:
+    import pandas
+
     from fedshift.results.advice import Advice
+    from fedshift.results.plain import Sheet
 
 Point: TypeAlias = tuple[tuple[str, Any], ...]  # of a sweep
 RULE_TEXT = {
@@ -94,9 +97,9 @@ class Row:
         return {name: mean_and_std(numbers)[0] for name, numbers in tested.items() if numbers}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
-    """What an experiment gave."""
+    """What an experiment gave. In a notebook it shows itself as a table."""
 
     rows: tuple[Row, ...]
     folders: tuple[Path, ...]
@@ -104,6 +107,16 @@ class Result:
     validated: bool = True  # whether any run had validation images to choose a round by
     trouble: tuple[str, ...] = ()  # those of the notes that say what is wrong with numbers
     measure: str = ACCURACY  # the headline
+
+    def __repr__(self) -> str:
+        streams = list(dict.fromkeys(metric.stream for metric in self.metrics()))
+        seeds = sorted({seed for row in self.rows for seed in row.seeds})
+        return f"<Result: {len(self.rows)} rows, streams {', '.join(streams)}, seeds {', '.join(map(str, seeds))}>"
+
+    def _repr_html_(self) -> str:
+        from fedshift.results.html import result_html
+
+        return result_html(self)
 
     def metrics(self) -> list[Metric]:
         """The columns of a table: stream and population of every score, those after local training last."""
@@ -154,9 +167,23 @@ class Result:
         text = RULE_TEXT["last" if rule == "best-val" and not self.validated else rule]
         return text.format(measure=MEASURES[self.measure].title)
 
-    def table(self, rule: str = "best-val", measure: str = "") -> Table:
+    def table(self, rule: str = "best-val", measure: str = "") -> Sheet:
         """The headline measure (or another one) by method and adapter: client mean, pooled, worst 10 % of clients."""
         return tables.headline_table(self, rule, measure or self.measure)
+
+    def clients(self, rule: str = "best-val", measure: str = "") -> Sheet:
+        """Every client's number, a column each, where they are few; :meth:`to_pandas` has them however many there are."""
+        return tables.clients_table(self, rule, measure or self.measure)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """All numbers, tidy: a row for each method, adapter, stream, population, client, seed and measure.
+
+        ``part`` is "client" for one client's number; "client-mean", "pooled", "std" and "worst-10" are of all of them, and
+        their ``client`` is missing. ``selection`` is the rule that chose the round.
+        """
+        from fedshift.results.tidy import to_pandas
+
+        return to_pandas(self)
 
     def measures_table(self, rule: str = "best-val") -> Table | None:
         """All measures side by side, as client means; None if runs are of a version that had accuracy alone."""

@@ -24,6 +24,7 @@ BROKEN = "!"  # beside a score whose predictions are not all numbers; a note say
 COLLAPSED = "~"  # beside one where some client's predictions are (nearly) all one class; a note says whose
 MOST_COLUMNS = 4  # of streams in the table of selection rules
 MOST_CLASSES = 20  # in a table
+MOST_CLIENTS = 12  # beside one another
 DIGITS = {"loss": 3}  # behind the point; of the others one
 HEADS: dict[Part, str] = {"client_mean": "mean", "pooled": "pooled", "worst10": "worst 10 %"}
 
@@ -63,6 +64,37 @@ def headline_table(result: Result, rule: str, measure: str) -> Sheet:
             for metric, part in columns
         ]
         table.add_row(*_named(row, sweep), *cells, *_cost_cells(row.cost))
+    return table
+
+
+def check_room(clients: int) -> None:
+    """One sentence where clients are too many to stand side by side."""
+    if clients > MOST_CLIENTS:
+        raise UserError(
+            f"there are {clients} clients, and a table has room for {MOST_CLIENTS}: fedshift show --by client, or "
+            "to_pandas() in Python, has all of them"
+        )
+
+
+def clients_table(result: Result, rule: str, measure: str) -> Sheet:
+    """One measure of every client, a column each, beside their mean: a line for every row and stream."""
+    metrics = [metric._replace(name=measure) for metric in result.metrics() if not metric.is_validation]
+    found = [(row, metric, row.accuracies(metric, rule)) for row in result.rows for metric in metrics]
+    names = list(dict.fromkeys(name for _, _, seeds in found for own in seeds for name in own))
+    check_room(len(names))
+    named = capitalised(MEASURES[measure].title) + ("" if measure == "loss" else " in %")
+    table = Sheet(title=f"{named} of every client at {result.choice(rule)}", title_justify="left")
+    sweep, digits = _sweep(result), DIGITS.get(measure, 1)
+    for column in ("method", "adapter", *sweep, "stream"):
+        table.add_column(column, no_wrap=True)
+    for name in ("mean", *names):
+        table.add_column(name, justify="right", overflow="fold", min_width=5)
+    best = {metric: _best(result, metric, "client_mean", rule) for metric in metrics}
+    for row, metric, seeds in found:
+        if any(seeds):
+            mean = _cell(row.number(metric, rule), best[metric], mark=_mark(row, metric, rule), digits=digits)
+            cells = [_spread([own[name] for own in seeds if name in own], digits) for name in names]
+            table.add_row(*_named(row, sweep), short_name(metric).replace("\n", " "), mean, *cells)
     return table
 
 

@@ -19,7 +19,7 @@ from fedshift.experiment.schema import Experiment
 from fedshift.runs.identity import config_of
 from fedshift.runs.progress import Reporter
 from fedshift.runs.session import Session
-from fedshift.runs.setup import Network, Setup, make_setup, make_task, make_twin, with_baselines
+from fedshift.runs.setup import EACH, Network, Setup, make_setup, make_task, make_twin, with_baselines
 from fedshift.store.folder import DONE, PLAN, RunFolder
 from fedshift.store.lock import check_free
 
@@ -89,6 +89,7 @@ def planned(
     experiment: Experiment, out: Path, network: Network | None, data: Pool | Task | None, say: Reporter
 ) -> Iterator[Job]:
     """Everything that will be run, made and checked before anything runs."""
+    experiment = each_in_turn(experiment, data)
     count = math.prod(map(len, experiment.sweep.values())) * len(experiment.seeds) * len(with_baselines(experiment))
     if count > MOST_RUNS:
         raise UserError(f"this experiment asks for {count:,} runs; at most {MOST_RUNS:,} are planned at once")
@@ -111,6 +112,24 @@ def planned(
                 config = config_of(variant, spec, point, seed, task, setup)
                 folder = RunFolder.of(out, experiment.name, spec.title, seed, config)
                 yield Job(variant, point, setup, task, seed, folder, config, twin)
+
+
+def each_in_turn(experiment: Experiment, data: Pool | Task | None = None) -> Experiment:
+    """The experiment; with ``[split] unseen = "each"`` one that leaves out every client in turn, as a sweep does.
+
+    >>> each_in_turn(Experiment(split={"unseen": "each"})).sweep
+    {'split.unseen': ['pen', 'paper', 'china', 'flower', 'font']}
+    """
+    if experiment.split.get("unseen") != EACH:
+        return experiment
+    if isinstance(data, Task):
+        raise UserError(f'[split] unseen = "{EACH}" divides a pool; a task of your own is divided already')
+    clients = make_task(experiment, experiment.seeds[0], data).clients
+    if len(clients) < 2:
+        raise UserError(f'[split] unseen = "{EACH}" needs two clients or more, not {len(clients)}')
+    split = {key: value for key, value in experiment.split.items() if key != "unseen"}
+    sweep = {**experiment.sweep, "split.unseen": [client.name for client in clients]}
+    return experiment.model_copy(update={"split": split, "sweep": sweep})
 
 
 def _check_means(variant: Experiment, task: Task) -> None:

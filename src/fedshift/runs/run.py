@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from fedshift.data.pool import Pool
 from fedshift.data.task import Task
@@ -18,6 +19,7 @@ from fedshift.results.collect import collect
 from fedshift.results.result import Result
 from fedshift.runs.filling import overlapping, processes_for
 from fedshift.runs.finish import finish
+from fedshift.runs.notebook import usual
 from fedshift.runs.plan import Job, check_unfinished, check_writable, planned, write_plan
 from fedshift.runs.progress import Reporter, Silent
 from fedshift.runs.setup import Network, split_as_own
@@ -30,7 +32,7 @@ from fedshift.track.base import Tracker
 
 
 def run(
-    experiment: Experiment,
+    experiment: Experiment | str | Path | None = None,
     out: str | Path = "runs",
     *,
     engine: str = "auto",
@@ -39,17 +41,22 @@ def run(
     restart: bool = False,
     processes: int | None = None,
     network: Network | None = None,
-    data: Pool | Task | None = None,
+    data: Pool | Task | Mapping[str, Any] | None = None,
     reporter: Reporter | None = None,
     trackers: Sequence[Tracker] = (),
+    **changes: Any,
 ) -> Result:
     """Run an experiment and return its results.
+
+    ``experiment`` is one, a TOML file, a preset's name, or nothing for the demo. Further keywords change its keys:
+    ``run("mine.toml", rounds=5, train={"lr": 0.1})``; tables merge, as in a file that extends another.
 
     ``network`` is your own ``nn.Module`` (or a function that makes one) instead of ``[model]``; ``data`` your own pool or
     task instead of ``[data]``. Finished runs are read, not run again; unfinished ones need ``resume`` (go on from the
     last checkpoint) or ``restart`` (begin again). ``processes``: so many runs at the same time, a process for each; left
     out, so many as fill a GPU, and one elsewhere.
     ``trackers`` are told everything that is written (:mod:`fedshift.track`).
+    In a notebook a bar shows how far it is; ``reporter`` is told of everything instead.
 
     >>> import tempfile
     >>> small = Experiment(rounds=1, baselines=False, data={"size": 8}, model={"name": "mlp", "hidden": [8]})
@@ -57,8 +64,10 @@ def run(
     >>> [row.method for row in result.rows]
     ['fedavg']
     """
-    say = reporter or Silent()
-    jobs = plan(experiment, out, network=network, data=data, reporter=say)
+    say = reporter or usual()
+    if isinstance(data, Mapping):  # the table [data]
+        changes, data = {**changes, "data": data}, None
+    jobs = plan(_meant(experiment, changes), out, network=network, data=data, reporter=say)
     return carry_out(
         jobs,
         engine=engine,
@@ -69,6 +78,12 @@ def run(
         reporter=say,
         trackers=trackers,
     )
+
+
+def _meant(experiment: Experiment | str | Path | None, changes: Mapping[str, Any]) -> Experiment:
+    if isinstance(experiment, Experiment):
+        return experiment.changed(changes) if changes else experiment
+    return Experiment.load(experiment, changes=changes)
 
 
 def plan(

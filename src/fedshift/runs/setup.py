@@ -32,6 +32,7 @@ from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec, ModelSpec
 from fedshift.store.cache import cache_folder
 
+EACH = "each"  # [split] unseen: every client in turn, which is several tasks; looked at as one, nobody is left out
 Network: TypeAlias = nn.Module | Callable[[], nn.Module]
 
 
@@ -44,8 +45,9 @@ def make_task(experiment: Experiment, seed: int, data: Pool | Task | None = None
     """
     if isinstance(data, Task):
         return replace(data, hash=task_hash(data))
-    splitting = with_options(Splitting, "[split]", split_as_own(experiment, data).split)
-    return _built(experiment, splitting, streams_of(experiment), seed, data)
+    wanted = split_as_own(experiment, data).split
+    split = {key: value for key, value in wanted.items() if (key, value) != ("unseen", EACH)}
+    return _built(experiment, with_options(Splitting, "[split]", split), streams_of(experiment), seed, data)
 
 
 def make_twin(experiment: Experiment, seed: int, data: Pool | Task | None = None) -> Task:
