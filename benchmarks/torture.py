@@ -6,40 +6,65 @@
     python -m benchmarks.torture damage --part 1/4     # every file of a run damaged in every way, then commands
     python -m benchmarks.torture fuzz table text       # inputs that Hypothesis makes: also picture, parquet, file
 
-Each part ends with a line of figures, and with exit code 1 if anything was lost or anybody saw a traceback.
+Each part ends with a line of figures, and with exit code 1 if anything was lost or anybody saw a traceback. Commands run
+in forked processes that have everything imported, so that a trial takes a fraction of a second.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
+from benchmarks.tortures import damage as damaging
+from benchmarks.tortures import kills as killing
+from benchmarks.tortures import processes
+from benchmarks.tortures.world import Tally
+
 app = typer.Typer(help="What becomes of runs when everything goes wrong.", pretty_exceptions_enable=False)
+Seed = Annotated[int, typer.Option(help="Of everything random.")]
 
 
-@app.callback()
-def parts() -> None:
-    """Each part is a command."""
+def carried_out(part: str, torture: Callable[[Path], Tally]) -> None:
+    """One part, in a folder that goes afterwards; the figures in a line."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="torture-") as base:
+        torture(Path(base)).report(part, started)
+
+
+@app.command()
+def kills(count: Annotated[int, typer.Option(help="So many.")] = 100, seed: Seed = 0) -> None:
+    """Runs killed and resumed, compared bit by bit with runs that never were."""
+    carried_out("kills", lambda base: killing.torture(base, count, seed))
+
+
+@app.command()
+def doubles(
+    count: Annotated[int, typer.Option(help="Runs; each is disturbed three times.")] = 7, seed: Seed = 0
+) -> None:
+    """A second process in the folder of a running one."""
+    carried_out("doubles", lambda base: processes.doubles(base, count, seed))
+
+
+@app.command()
+def orphans(count: Annotated[int, typer.Option(help="So many.")] = 20, seed: Seed = 0) -> None:
+    """The parent of worker processes killed."""
+    carried_out("orphans", lambda base: processes.orphans(base, count, seed))
 
 
 @app.command()
 def damage(
     part: Annotated[str, typer.Option(help="K/N: the K-th of N parts of all trials.")] = "1/1",
-    seed: Annotated[int, typer.Option(help="Of garbled bytes and flipped bits.")] = 0,
     step: Annotated[int, typer.Option(help="Only every so-manieth trial.")] = 1,
+    seed: Seed = 0,
 ) -> None:
     """Every file of a run damaged in every way, then commands that read it or mend it."""
-    from benchmarks.tortures.damage import torture
-
     own, parts = map(int, part.split("/"))
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="torture-") as base:
-        torture(Path(base), own, parts, seed, step).report("damage", started)
+    carried_out("damage", lambda base: damaging.torture(base, own, parts, seed, step))
 
 
 @app.command()
@@ -56,5 +81,4 @@ def fuzz(
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     app()

@@ -38,7 +38,7 @@ def contents(folder: Path) -> dict[str, object]:
     found: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
-        if path.name in ("model.safetensors", "known.safetensors"):  # of an artefact: plain, for anybody's loader
+        if path.name in ("model.safetensors", "known.safetensors", "features.safetensors"):  # no trees
             found[name] = load_file(path)
         elif path.suffix == ".safetensors":
             trees, facts = load(path)

@@ -190,7 +190,7 @@ def _content(path: Path) -> Any:
     if path.name in ("done", "costs.json"):
         table = json.loads(path.read_text())
         return {key: value for key, value in table.items() if not key.startswith(("seconds", "memory", "seal"))}
-    return "" if path.suffix == ".png" else path.read_bytes()
+    return "" if path.suffix in (".png", ".html") else path.read_bytes()  # which say when they were made
 
 
 def _timeless(line: dict[str, Any]) -> dict[str, Any]:

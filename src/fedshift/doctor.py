@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -37,6 +38,10 @@ EXTRAS = {
     "dicom": ("pydicom", "DICOM images"),
     "export": ("onnxscript", "networks as ONNX, fedshift export --format onnx"),
     "deploy": ("flwr", "federations across machines, fedshift deploy"),
+    "report": ("plotly", "pages, fedshift report and fedshift watch"),
+    "track": ("tensorboard", "TensorBoard, fedshift run --track tensorboard"),
+    "mlflow": ("mlflow", "MLflow, fedshift run --track mlflow"),
+    "wandb": ("wandb", "Weights & Biases, fedshift run --track wandb"),
 }
 
 
@@ -61,10 +66,10 @@ def report() -> list[str]:
 
 
 def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "missing"
+    for name in (package, f"{package}-skinny"):  # MLflow has two packages with one name inside
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    return "missing"
 
 
 def _device() -> str:

@@ -98,6 +98,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert stored.Scalars(NAME)[0].value == pytest.approx(score(folder), rel=1e-6)
 
 
+@pytest.mark.system
 def test_mlflow(tmp_path: Path) -> None:
     pytest.importorskip("mlflow", reason="no mlflow: pip install mlflow-skinny")
     from mlflow.tracking import MlflowClient

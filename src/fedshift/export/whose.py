@@ -17,6 +17,7 @@ from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec
 from fedshift.export.adapters import is_plain
 from fedshift.runs.artefact import Artefact, Part, described, load
+from fedshift.runs.calibrate import calibrated
 from fedshift.runs.deployment import Snapshot, unseen_phases
 from fedshift.runs.open import OpenRun, choose_network, listed, state_of
 from fedshift.runs.progress import Silent
@@ -94,7 +95,8 @@ def _made(opened: OpenRun, client: str, chooser: str, device: str) -> Artefact:
         _, engine = engine_for("auto", compute, convolutions, len(job.task.clients))
         try:
             session = job.session(engine, compute, Silent())
-            deployment = session.deploy(state_of(job.folder, "best-val", compute.device, chooser))
+            state = state_of(job.folder, "best-val", compute.device, chooser)
+            deployment = calibrated(session, session.deploy(state), job.setup.spec.adapters)
             trained = deployment.trained()
             trees: Mapping[str, Tree] = trained if client in trained else session.unseen(deployment)
         finally:

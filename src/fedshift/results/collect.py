@@ -37,7 +37,7 @@ def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
     runs = {path: found for path, found in read.items() if found is not None}
     if damaged and not runs:
         raise damaged[0]
-    configs = {path: config for path, (config, _) in runs.items()}
+    configs = {path: config for path, (config, _, _) in runs.items()}
     points = points_of(configs)
     grouped: dict[tuple[str, str, Point, bool], list[Run]] = {}
     costs_notes: dict[str, None] = {}
@@ -51,6 +51,7 @@ def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
         validated = validated or history.validated
         name = _seeded(config, points[path])
         trouble += diverged_training(name, history.rounds, config.get("participation", 1.0))
+        trouble += _engines(name, runs[path][2])
         trouble += grown_loss(name, history.rounds, history.evaluations)
         costs = _costs(folder, history, scores, damaged)
         costs_notes |= dict.fromkeys(f"{title_of(config)}: {note}" for note in costs.notes)
@@ -78,11 +79,20 @@ def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
     return Result(made, tuple(runs), tuple(notes), validated, tuple(trouble), next(iter(measures), ACCURACY))
 
 
-def _read(path: Path) -> tuple[dict[str, Any], History]:
+def _read(path: Path) -> tuple[dict[str, Any], History, dict[str, Any]]:
     """What a run's results cannot do without."""
     folder = RunFolder(path)
-    folder.ending()
-    return read_config(path), folder.history()
+    return read_config(path), folder.history(), folder.ending()
+
+
+def _engines(name: str, ending: Mapping[str, Any]) -> list[str]:
+    """Whether a run went on with another engine than it began with."""
+    made = ending.get("made-by", [])
+    return (
+        [f"{name} was trained by {', then by '.join(made)}: its last digits are those of no single engine"]
+        if made
+        else []
+    )
 
 
 def _seeded(config: Mapping[str, Any], point: Point) -> str:

@@ -67,11 +67,11 @@ def write(
     return files_in(folder)
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """What an artefact says of itself, once its files are seen to be what was written."""
+def read_config(folder: Path, must: bool = False) -> dict[str, Any]:
+    """What an artefact says of itself, once its files are seen to be what was written; ``must`` it have a seal?"""
     if not (folder / CONFIG).exists() and not (folder / MODEL).exists():
         raise UserError(f"{folder} is not an artefact: it has no {CONFIG}")
-    config = read_toml(folder / CONFIG, remedy=REMEDY)
+    config = read_toml(folder / CONFIG, must, REMEDY)
     listed = parsed(folder / CONFIG, lambda: dict(config.get("files", {})), remedy=REMEDY)
     for path, digest in ((folder / name, digest) for name, digest in listed.items()):
         if not path.is_file():

@@ -121,10 +121,9 @@ class Lack:
         stored = job.folder.scores(damaged)
         found = {name: rows[0] for name, rows in stored.items() if rows}
         twins = {name: rows[0] for name, rows in job.folder.twins(damaged).items() if rows}
+        unkept = [spec for spec in job.setup.spec.adapters if lacks_predictions(job, spec, damaged)]
         waiting = [
-            spec
-            for spec in job.setup.spec.adapters
-            if not _scored(spec, found.get(spec.title)) or lacks_predictions(job, spec, damaged)
+            spec for spec in job.setup.spec.adapters if spec in unkept or not _scored(spec, found.get(spec.title))
         ]
         advised = job.experiment.evaluate.advice and any(len(client.val) for client in job.task.clients)
         untwinned = [spec for spec in job.setup.spec.adapters if advised and not _scored(spec, twins.get(spec.title))]

@@ -57,7 +57,7 @@ def write_artefacts(
     for name, tree in trees.items():
         target = folder / folder_name(name)
         if target.is_dir():
-            if _sound(target, []):  # of a run that was interrupted while it wrote them
+            if _sound(target, job.folder.strict, []):  # of a run that was interrupted while it wrote them
                 continue
             shutil.rmtree(target)
         artefact = artefact_of(job, session, deployment, name, tree, adapters)
@@ -72,7 +72,7 @@ def lacks_artefacts(job: Job, chooser: str, damaged: list[Damaged]) -> bool:
     folder = job.folder.path / artefacts_folder(chooser)
     if not (folder / COMPLETE).exists():
         return True
-    if (folder / COMPLETE).is_file() and not (folder / COMPLETE).stat().st_size:  # an older version wrote no names
+    if not job.folder.strict and not (folder / COMPLETE).stat().st_size:  # an older version wrote no names
         return False
     found = attempt(lambda: read_table(folder / COMPLETE), damaged)
     names = (
@@ -80,11 +80,11 @@ def lacks_artefacts(job: Job, chooser: str, damaged: list[Damaged]) -> bool:
     )
     if names is None:
         return True
-    return bool([name for name in names if not _sound(folder / name, damaged)])
+    return bool([name for name in names if not _sound(folder / name, job.folder.strict, damaged)])
 
 
-def _sound(folder: Path, damaged: list[Damaged]) -> bool:
-    return (folder / CONFIG).exists() and attempt(partial(read_config, folder), damaged) is not None
+def _sound(folder: Path, strict: bool, damaged: list[Damaged]) -> bool:
+    return (folder / CONFIG).exists() and attempt(partial(read_config, folder, strict), damaged) is not None
 
 
 def artefact_of(
@@ -146,7 +146,7 @@ def folder_name(client: str) -> str:
     """A client's name as that of a folder: any name will do.
 
     >>> folder_name("clinic 7"), folder_name("../etc")
-    ('clinic 7', '..%2Fetc')
+    ('clinic 7', '%2E.%2Fetc')
     """
     name = quote(client, safe=" ()[]{}+,=@!'&;")
-    return name if name not in (".", "..") else name.replace(".", "%2E")
+    return f"%2E{name[1:]}" if name.startswith(".") else name  # a dot begins what is not finished

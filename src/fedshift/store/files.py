@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -186,5 +187,5 @@ def append(path: Path, line: str) -> None:
 def sweep(folder: Path) -> None:
     """Remove what killed processes had begun to write into a folder; nobody may write there meanwhile."""
     for path in folder.iterdir() if folder.is_dir() else ():
-        if TEMPORARY.fullmatch(path.name) and path.is_file():
-            path.unlink(missing_ok=True)
+        if TEMPORARY.fullmatch(path.name):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
