@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from fedshift.core.options import Count, NonNegativeInt
+from fedshift.core.options import NonNegativeInt, Whole, at_least
 from fedshift.core.registry import model
 from fedshift.errors import UserError
 from fedshift.models.mlp import Headed
@@ -79,7 +79,7 @@ class ResNet20GN:
     272464
     """
 
-    width: Count = 1  # multiplies the 16, 32 and 64 channels
+    width: Annotated[Whole, at_least(1)] = 1  # multiplies the 16, 32 and 64 channels
     bias: bool = False  # of the head
     weights: str = ""  # safetensors file to start from
 

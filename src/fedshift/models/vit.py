@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
-from fedshift.core.options import Count
+from fedshift.core.options import NonNegativeInt
 from fedshift.core.registry import model
 from fedshift.errors import UserError
 from fedshift.models.mlp import Headed
@@ -38,7 +38,7 @@ class ViT:
     """
 
     size: Literal["tiny", "small", "base"] = "small"
-    patch: Count = 8  # side of a patch in pixels
+    patch: NonNegativeInt = 8  # side of a patch in pixels
     weights: str = ""  # safetensors file to start from
 
     def make(self, shape: Sequence[int], classes: int) -> nn.Module:
