@@ -213,6 +213,6 @@ def test_a_command_that_fails_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
     """The rule itself."""
     assert obey("list", "methods").code == 0
     assert obey("show", "x" * 5000).code == 1
-    monkeypatch.setattr("fedshift.catalogue.listed", lambda: 1 / 0)
+    monkeypatch.setattr("fedshift.catalogue.rows_of", lambda _: 1 / 0)
     with pytest.raises(AssertionError, match="exit code 70"):
         obey("list", "methods")
