@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shutil
 import statistics
 import time
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import pytest
 
 from fedshift.results.pages.report import Page, write_report
+from fedshift.store import seal
 from fedshift.store.folder import find_runs
 from tests.browser import browser, errors, faults, prefer, ready, resize, until
 from tests.results.test_report import METHODS, STREAMS, stored
@@ -47,12 +49,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     named = out / "<b>mine<b>"
     shutil.move(out / "tiny", named)
     for path in [*named.rglob("adapters/*.jsonl"), *named.rglob("twins/*.jsonl")]:
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = seal.read_lines(path, counted=True)
         for row in rows:
             for part in ("by-client", "measured"):
                 row[part] = {NASTY if name == "north" else name: value for name, value in row.get(part, {}).items()}
             row["classes"] = [f"</script>{name}" for name in row["classes"]]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path.write_text(seal.lines_text(rows))
     places = {"stream": "original", "classes": [NASTY, "b"], "clients": [NASTY], "unseen": [], "x": [0.0, 1.0, 2.0],
               "y": [1.0, 0.5, 2.0], "label": [0, 1, 1], "prediction": [1, 1, 0], "client": [0, 0, 0]}  # fmt: skip
     (named / "inspect").mkdir()
@@ -234,7 +236,8 @@ def test_a_hundred_runs_render_in_ten_seconds_and_open_in_three(folder: Path, tm
         )
         lines = config.splitlines()
         labels = [k for k, line in enumerate(lines) if line.startswith("label =")]
-        (copy / "config.toml").write_text("\n".join(line for k, line in enumerate(lines) if k not in labels[1:]))
+        edited = "\n".join(line for k, line in enumerate(lines) if k not in labels[1:])
+        (copy / "config.toml").write_text(re.sub(r"# seal: \w+", "# seal: edited", edited))
     page, rendered = quickest(lambda: write_report([tmp_path / "many"], tmp_path / "many.html"), 10)
     assert page.left_out == ()
     assert (tmp_path / "many.html").stat().st_size < 10_000_000

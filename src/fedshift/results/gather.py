@@ -14,6 +14,8 @@ from fedshift.store.files import Damaged, attempt
 from fedshift.store.folder import RunFolder, read_config
 from fedshift.store.lock import owner_of
 
+MOST = 5  # folders that an error names
+
 
 @dataclass(frozen=True)
 class LeftOut:
@@ -63,7 +65,9 @@ def gather(paths: Sequence[Path]) -> Gathered:
     }
     out |= twice | damaged
     if not result.folders:
-        raise UserError("there is nothing to report: " + "; ".join(f"{path}: {why}" for path, why in out.items()))
+        some = [f"{path}: {why}" for path, why in out.items()][:MOST]
+        more = [f"and {len(out) - MOST} more"] if len(out) > MOST else []
+        raise UserError("there is nothing to report: " + "; ".join([*some, *more]))
     return Gathered(result, tuple(LeftOut(path, why) for path, why in out.items()))
 
 
