@@ -20,7 +20,9 @@ sys.path.insert(0, str(TOP))  # mkdocs has this file alone
 from docs.builder import api, notebooks, pages  # noqa: E402
 
 SHIM = "https://unpkg.com/iframe-worker/shim"  # what the theme would fetch
-ROOT = {"CONTRIBUTING.md": "contributing.md", "CHANGES.md": "changes.md"}  # beside docs/, and where they go
+
+# pages beside docs/, and where they go
+ROOT = {path.name: path.name.lower() for path in sorted(TOP.glob("*.md")) if path.name != "README.md"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -75,7 +77,8 @@ def _filled(nav: list[Any], pages: list[str]) -> list[Any]:
             if isinstance(item, Mapping):
                 found.append({key: entries(value) if isinstance(value, list) else value for key, value in item.items()})
             elif item.endswith("*"):
-                found += sorted(page for page in pages if fnmatch(page, item) and page not in named)
+                deep = item.count("/")
+                found += sorted(p for p in pages if fnmatch(p, item) and p.count("/") == deep and p not in named)
             else:
                 found.append(item)
         return found
