@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -116,7 +117,11 @@ def _whole(path: Path, run: Followed) -> list[dict[str, Any]]:
         new = file.read()
     new = new[: new.rfind(b"\n") + 1]
     run.told += len(new)
-    return [json.loads(line) for line in new.splitlines()]
+    found = []
+    for line in new.splitlines():
+        with contextlib.suppress(ValueError):  # a damaged one is named by whoever goes on with the run
+            found.append(json.loads(line))
+    return [line for line in found if isinstance(line, dict)]
 
 
 def _scores(job: Job) -> dict[str, float]:

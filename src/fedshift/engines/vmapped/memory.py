@@ -71,7 +71,16 @@ def _tried(work: Callable[[Sequence[T]], dict[K, V]], some: Sequence[T]) -> dict
         return work(some)
     except torch.OutOfMemoryError:
         return None
-    except RuntimeError as error:  # what a broken-off capture says may hide why it broke off
-        if not isinstance(error.__context__, torch.OutOfMemoryError):
+    except RuntimeError as error:
+        if not _hides_want_of_memory(error):
             raise
         return None
+
+
+def _hides_want_of_memory(error: BaseException | None) -> bool:
+    """What a broken-off capture says may hide why it broke off, behind more than one other error."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
