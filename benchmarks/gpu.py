@@ -95,7 +95,19 @@ def tests() -> str:
     several = ["-n", str(WORKERS)] if importlib.util.find_spec("xdist") else []
     engines = [f"tests/engines/test_{name}.py" for name in ("convolutions", "maps", "normalisation")]
     said = carried_out(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *several, "tests/cuda", *engines]
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--tier",
+            "all",
+            *several,
+            "tests/cuda",
+            *engines,
+        ]
     )
     return last_line(said)
 

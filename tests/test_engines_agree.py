@@ -136,6 +136,7 @@ def check_predictions(name: str, norm: bool, engine: Engine) -> None:
         assert torch.equal(answers[0], answers[1])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("name", "norm"), CASES)
 def test_predictions_agree_in_single_precision(name: str, norm: bool) -> None:
     check_predictions(name, norm, Vmapped(Compute()))

@@ -255,6 +255,7 @@ def test_splits_stay_as_they_were_published(name: str, data: Path) -> None:
     assert "attributes" not in settings["data"]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", [n for n in NAMES if Experiment.load(n).sweep])
 def test_every_point_of_a_sweep_is_a_task(name: str, data: Path) -> None:
     tasks = {}
@@ -264,6 +265,7 @@ def test_every_point_of_a_sweep_is_a_task(name: str, data: Path) -> None:
     assert len({task.hash for task in tasks.values()}) == (len(tasks) if data_changes else 1)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", [n for n in NAMES if n.startswith("brfl") or n in FEDICON])
 def test_every_method_of_the_small_scale_fits(name: str, data: Path) -> None:
     experiment = Experiment.load(name, ["scale=small"])
@@ -309,6 +311,7 @@ def test_two_rounds_of_fedavg(name: str, data: Path, tmp_path: Path) -> None:
     assert len(lines) == 2
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", ["new-clients-mnist", pytest.param("mixed-models", marks=pytest.mark.grid)])
 def test_every_row_of_fedttas_tables_runs(name: str, data: Path, tmp_path: Path) -> None:
     """All methods and adapters with the settings that are written down, in steps of four images."""

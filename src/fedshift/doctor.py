@@ -41,6 +41,7 @@ EXTRAS = {
     "report": ("plotly", "pages, fedshift report and fedshift watch"),
     "track": ("tensorboard", "TensorBoard, fedshift run --track tensorboard"),
     "mlflow": ("mlflow", "MLflow, fedshift run --track mlflow"),
+    "notebook": ("pandas", "results as data frames, progress in notebooks"),
     "wandb": ("wandb", "Weights & Biases, fedshift run --track wandb"),
 }
 

@@ -340,6 +340,7 @@ def distance(model: Tensors, x: Tensor, batch_statistics: bool) -> float:
         return float(erasure.inconsistency(seen, model, method.blocks, 0.001))
 
 
+@pytest.mark.grid
 def test_the_distance_falls_on_a_domain_left_out() -> None:
     fed, unseen = digits()
     tree, x = unseen["flower"], target()

@@ -278,6 +278,7 @@ WORLDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("world", WORLDS)
 def test_it_does_no_harm(world: str, tmp_path: Path) -> None:
     """Balanced accuracy is at most half a point below that of doing nothing, where estimates alone would cost many."""

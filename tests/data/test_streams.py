@@ -968,6 +968,7 @@ def parallel() -> Iterator[Parallel]:
     engine.close()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("which", ["tally", "tent", "noisy"])
 def test_engines_give_the_same_scores(which: str, parallel: Parallel) -> None:
     task = made(RESETS, UNSEEN)

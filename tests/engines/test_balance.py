@@ -309,6 +309,7 @@ ENGINES = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("balance", WAYS)
 @pytest.mark.parametrize(
     "name", [name if name in ENGINES else pytest.param(name, marks=pytest.mark.grid) for name in METHODS]

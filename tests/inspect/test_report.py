@@ -223,6 +223,7 @@ def test_without_validation_the_page_does_not_speak_of_it(fedavg: Path, tmp_path
         assert words in (tmp_path / folder.name / "inspect.html").read_text()
 
 
+@pytest.mark.grid
 def test_markers_are_domains_where_clients_share_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A panel with more clients than another: one legend has to fit both."""
     legends: list[list[str]] = []
@@ -248,6 +249,7 @@ def _cells(table: Table | None) -> list[str]:
     return [str(next(iter(column.cells))) for column in table.columns]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("adapted", [False, True])
 def test_adaptation_is_followed_step_by_step(adapted: bool, tmp_path: Path) -> None:
     """With the settings and from the state that the run's own row has."""
@@ -277,6 +279,7 @@ def test_adaptation_is_followed_step_by_step(adapted: bool, tmp_path: Path) -> N
     assert steps_table(plain) is None
 
 
+@pytest.mark.grid
 def test_steps_of_a_run_that_diverged_or_learnt_no_loss(fedavg: Path, tmp_path: Path) -> None:
     (numbers,) = inspect(fedavg, tmp_path / "plain", samples=5, steps=2)["runs"]
     assert "no steps are followed: none of its adapters works with a learnt loss" in numbers["notes"]

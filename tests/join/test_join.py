@@ -163,6 +163,7 @@ def refused(*arguments: Any, **how: Any) -> str:
 
 
 # ---- the same answers as the run's own scores ---------------------------------------------------------------------------
+@pytest.mark.grid
 @pytest.mark.parametrize("name", some_of(sorted(METHODS)))
 def test_every_method_serves_an_unseen_client_as_its_run_did_or_refuses(
     name: str, world: World, tmp_path: Path

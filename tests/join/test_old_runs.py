@@ -167,7 +167,7 @@ def test_the_same_experiment_finds_it_finished_and_adds_what_is_new(runs: Path, 
     served |= {f"artefacts/{client}/model.safetensors" for client in ("pen", "china", "paper")}
     served |= {f"artefacts/{client}/known.safetensors" for client in ("pen", "china")}  # who has images of its own
     added = {folder / name for folder in result.folders for name in ("snapshot.safetensors", *served)}
-    added |= {folder_of(runs, method) / f"twins/{adapter}.jsonl" for method, adapter in PAIRS}
+    added |= {runs / "plan.json"} | {folder_of(runs, method) / f"twins/{adapter}.jsonl" for method, adapter in PAIRS}
     now = {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
     assert {path: data for path, data in now.items() if path not in added} == old
     assert set(now) == set(old) | added

@@ -564,6 +564,7 @@ def test_settings_that_cannot_be_meant(method: str, options: dict[str, Any], exp
     assert re.search(expected, refusal(METHODS, "method", method, options, arch=PLAIN, train=TRAIN))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("name", "options"),
     [

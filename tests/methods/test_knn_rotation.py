@@ -357,6 +357,7 @@ def test_images_that_are_not_square_are_refused() -> None:
     assert METHODS["finetune"].make.build(wide, {}) is wide
 
 
+@pytest.mark.grid
 def test_real_digits_teach_the_head_which_way_is_up() -> None:
     """Twenty personal epochs on a trained network: images that were not trained on are put upright better than by chance."""
     made = trained("finetune-rotation", rounds=8)

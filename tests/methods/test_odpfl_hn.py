@@ -390,6 +390,7 @@ class Linear(nn.Module):
         return logits
 
 
+@pytest.mark.grid
 def test_unseen_clients_get_the_model_of_their_kind() -> None:
     """What one model cannot know: the hyper-network tells by the images what the labels of such a client mean."""
     task, arch = told_apart(), Arch.of(Linear, SHAPE)

@@ -452,6 +452,7 @@ PLACES = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", PLACES)
 def test_in_inference_it_is_the_plain_network_and_all_entries_keep_their_names(name: str) -> None:
     options, places = PLACES[name]

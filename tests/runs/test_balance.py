@@ -53,6 +53,7 @@ def test_a_method_may_have_another_way_than_the_others(tmp_path: Path) -> None:
     assert [job.setup.method.train.balance for job in jobs] == ["weights", "none"]
 
 
+@pytest.mark.grid
 def test_what_it_does_not_reach_is_said_once_under_the_table(tmp_path: Path) -> None:
     methods = [{"name": "fedavg"}, {"name": "fedthe"}, {"name": "fedrod", "label": "two heads"}]
     asked = {"rounds": 1, "seeds": [0, 1], "method": methods, "train": {"balance": "softmax"}, "notes": ["ours"]}

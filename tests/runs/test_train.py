@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from fedshift.runs.progress import Silent
 from fedshift.runs.run import run
 from fedshift.runs.session import Session, step_together
 from fedshift.runs.setup import make_setup, make_task
+from fedshift.store.folder import RunFolder
+from fedshift.store.progress import Progress
+from fedshift.store.state import State
 from tests.conftest import some_of
 
 DOUBLE = Compute(dtype=torch.float64)
@@ -106,11 +110,23 @@ def test_a_run_that_lags_behind_catches_up_first(tmp_path: Path, monkeypatch: py
     """One of two stacked runs lost its last checkpoint: both end after all rounds, with every round once in the log."""
     experiment = SMALL.model_copy(update={"seeds": [0, 1], "checkpoint_every": 1})
     monkeypatch.setattr("fedshift.runs.run.groups", as_on_a_gpu)
-    first = run(experiment, tmp_path, engine="vmapped", device="cpu")
+    save, older = RunFolder.checkpoint, tmp_path / "older"
+
+    def keeping(folder: RunFolder, state: State, progress: Progress) -> None:
+        save(folder, state, progress)
+        if state.round == 1 and folder.path.name.startswith("0-"):
+            shutil.copytree(folder.path, older)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "checkpoint", keeping)
+        first = run(experiment, tmp_path, engine="vmapped", device="cpu")
     for folder in first.folders:
         (folder / "done").unlink()
-    lagging = sorted(first.folders[0].glob("ckpt-*"))
-    lagging[-1].unlink()
+    lagging = next(folder for folder in first.folders if folder.name.startswith("0-"))
+    (newest,) = lagging.glob("ckpt-*")
+    newest.unlink()
+    (early,) = older.glob("ckpt-*")
+    shutil.copy(early, lagging)
     second = run(experiment, tmp_path, engine="vmapped", device="cpu", resume=True)
     assert all((folder / "done").is_file() for folder in second.folders)
     for row, before in zip(second.rows, first.rows, strict=True):

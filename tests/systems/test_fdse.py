@@ -648,9 +648,13 @@ def test_settings_that_cannot_be_meant_are_refused(options: dict[str, Any], said
 
 
 def test_settings_reach_the_network_as_the_types_they_have() -> None:
-    """A TOML file may say 3.0 where a whole number is meant."""
-    spec = MethodSpec.model_validate({"name": "fdse", "expansion": 3.0, "kernel": 5.0})
+    """Types are strict: a whole number is not written 3.0."""
     experiment = Experiment.model_validate({"model": {"name": "cnn", "norm": True}})
+    with pytest.raises(
+        UserError, match=r"^method 'fdse': expansion = 3.0 is not valid: input should be a valid integer"
+    ):
+        make_setup(experiment, MethodSpec.model_validate({"name": "fdse", "expansion": 3.0}), SIZED)
+    spec = MethodSpec.model_validate({"name": "fdse", "expansion": 3, "kernel": 5})
     method: Method = make_setup(experiment, spec, SIZED).method
     assert isinstance(method, FDSE)
     assert (method.expansion, method.kernel) == (3, 5)

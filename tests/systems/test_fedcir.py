@@ -483,6 +483,7 @@ def test_generator_and_optimiser_survive_a_checkpoint(
     assert far(fed.step(forgetful)[0].server["generator"], fed.step(half)[0].server["generator"]) > 1e-6
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("method", ["fedcir", "fedgen"])
 def test_an_interrupted_run_ends_as_one_that_was_not(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -624,6 +624,7 @@ def small(**changes: Any) -> Experiment:
     return Experiment.parse({**settings, **changes})
 
 
+@pytest.mark.grid
 def test_the_runner_runs_the_extra_rounds_and_resumes_among_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -390,6 +390,7 @@ def digits(name: str, norm: bool = False) -> tuple[Session, dict[str, Tree]]:
     return fed, fed.deploy(state).trained()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("mode", ["offline", "online"])
 @pytest.mark.parametrize(("name", "norm"), [("fedicon", False), ("fedicon", True), ("fedavg", False)])
 def test_the_contrast_falls_on_real_images(name: str, norm: bool, mode: str) -> None:

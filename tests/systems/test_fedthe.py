@@ -419,6 +419,7 @@ def trained(name: str = "fedthe", rounds: int = 50, norm: bool = False, hidden: 
     return Trained(fed, method, fed.deploy(run(fed)[0]).trained(), task)
 
 
+@pytest.mark.grid
 def test_the_weight_goes_to_the_global_head_where_the_data_are_other_clients() -> None:
     """Mean e out of client exceeds mean e in distribution by more than 0.1, and that pays."""
     made = trained()

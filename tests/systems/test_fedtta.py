@@ -443,6 +443,7 @@ def test_a_step_without_labels_helps_unseen_clients() -> None:
     assert after > 0.6
 
 
+@pytest.mark.grid
 def test_what_was_learnt_is_a_loss_and_not_a_direction() -> None:
     """A step against it is worse than none."""
     fed, state = digits()

@@ -608,6 +608,7 @@ def test_settings_that_cannot_be_meant_are_refused(name: str, options: dict[str,
 # --- from words to a report -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid
 def test_mixed_sizes_are_one_run_and_one_report(tmp_path: Path) -> None:
     experiment = Experiment.parse(
         {
