@@ -7,7 +7,7 @@ CONSTRAINTS ?= constraints.txt
 # for machines that can fetch nothing: a folder of unpacked wheels beside what their Python has
 WHEELS ?= .wheels
 
-.PHONY: demo quick test test-system test-grid test-all gpu gpu-speed docs lint format clean
+.PHONY: demo quick test test-system test-grid test-long test-all gpu gpu-speed docs lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/fedshift run
@@ -29,7 +29,11 @@ test-system: $(INSTALLED)
 test-grid: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n auto --tier grid
 
-test-all: test test-system test-grid
+# minutes for one case: federations of every system under TLS, fuzzed input
+test-long: $(INSTALLED)
+	$(BIN)/python -m pytest -q --tier long
+
+test-all: test test-system test-grid test-long
 
 # what CI cannot check; takes any Python that has torch, and installs nothing
 gpu:

@@ -23,8 +23,8 @@ torch.set_num_threads(1)
 
 
 # What runs when. A test without a mark is in-process and belongs to `make test`; `system` is real processes, `grid` every
-# case of a grid of which `make test` has some.
-TIERS = ("quick", "test", "system", "grid", "all")
+# case of a grid of which `make test` has some, `long` what takes minutes for one case: whole federations, fuzzing.
+TIERS = ("quick", "test", "system", "grid", "long", "all")
 QUICK_METHODS = ("fedavg", "scaffold", "fedbn", "finetune", "fedthe", "fedicon", "fedcir", "fedtta", "fdse", "fedmd")
 QUICK = (
     "core",
@@ -38,7 +38,9 @@ QUICK = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tier", choices=TIERS, default="test", help="quick, test (in-process), system, grid or all")
+    parser.addoption(
+        "--tier", choices=TIERS, default="test", help="quick, test (in-process), system, grid, long or all"
+    )
     parser.addoption("--shard", default="", help="K/N: every N-th test, beginning with the K-th (from 1)")
 
 
@@ -47,12 +49,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     named = [arg for arg in config.args if "::" in arg]  # whoever names a test wants it
     kept, other = [], []
     for item in items:
-        marks = {mark for mark in ("system", "grid") if mark in item.keywords}
+        marks = {mark for mark in ("system", "grid", "long") if mark in item.keywords}
         tiers = {
             "quick": not marks and _quick(item),
             "test": not marks,
             "system": marks == {"system"},
-            "grid": "grid" in marks,
+            "grid": "grid" in marks and "long" not in marks,
+            "long": "long" in marks,
             "all": True,
         }
         wanted = bool(named) or tiers[tier]

@@ -74,7 +74,7 @@ def test_a_federation_with_tls_and_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-@pytest.mark.grid
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_all_of_them_end_where_the_sequential_engine_ends(tmp_path: Path) -> None:
     with running(tmp_path, "fedavg", least=3) as real:
@@ -87,7 +87,7 @@ def test_all_of_them_end_where_the_sequential_engine_ends(tmp_path: Path) -> Non
 
 
 @pytest.mark.system
-@pytest.mark.grid
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_killed_server_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     with running(tmp_path, "scaffold", least=3) as real:
@@ -102,7 +102,7 @@ def test_a_killed_server_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-@pytest.mark.grid
+@pytest.mark.long
 def test_who_is_not_registered_is_refused(tmp_path: Path) -> None:
     """A key nobody knows, no TLS, a wrong CA: none of them becomes a node."""
     real = Real.of(tmp_path / "federation", "fedavg")

@@ -21,7 +21,7 @@ from tests.input.fuzzing import CORPUS, budget, changes, damaged, obey, tables, 
 from tests.input.program import SMALL, png, run
 from tests.input.test_pictures import EPS, claimed
 
-grid = pytest.mark.grid
+long = pytest.mark.long
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_files_that_were_found_once(file: Path, planning: None, tmp_path: Path) 
     planned(file.read_text(encoding="utf-8"), tmp_path)
 
 
-@grid
+@long
 @pytest.mark.usefixtures("planning")
 @budget(80)
 @given(table=tables)
@@ -62,7 +62,7 @@ def test_any_table(tmp_path_factory: pytest.TempPathFactory, table: dict[str, An
     planned("\n".join(lines) + "\n", tmp_path_factory.mktemp("table"))
 
 
-@grid
+@long
 @pytest.mark.usefixtures("planning")
 @budget(40)
 @given(changed=changes)
@@ -94,7 +94,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "x"
 
 
-@grid
+@long
 @budget(50)
 @given(pictures=st.lists(pictures, min_size=1, max_size=4), strict=st.booleans())
 def test_any_picture(
@@ -128,7 +128,7 @@ columns = st.one_of(
 )
 
 
-@grid
+@long
 @budget(40)
 @given(
     named=st.dictionaries(
@@ -181,7 +181,7 @@ def copies(trained: Path, folder: Path) -> Iterator[Path]:
     yield from sorted(file for file in (folder / "x").rglob("*") if file.is_file())
 
 
-@grid
+@long
 @budget(40)
 @given(
     number=st.integers(0, 10**6),
