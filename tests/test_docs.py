@@ -144,6 +144,7 @@ def test_costs_are_known_of_all() -> None:
 
 
 @pytest.mark.system
+@pytest.mark.long
 def test_costs_are_those_that_are_counted(tmp_path: Path) -> None:
     from docs.builder import counting
 

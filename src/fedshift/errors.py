@@ -39,8 +39,8 @@ class HostError(UserError):
         """
         reason = reason_of(error)
         gone = isinstance(error, FileNotFoundError) and bool(what)
-        named = what or str(getattr(error, "filename", None) or "something")
-        verb = "cannot be written" if what or getattr(error, "errno", 0) in WRITING else "cannot be used"
+        named = what or str(getattr(error, "filename", None) or "a file")
+        verb = "cannot be written" if what or _number(error) in WRITING else "cannot be used"
         sentence = f"{named} {verb} ({reason}{': its folder is gone' if gone else ''})"
         return HostError(f"{sentence}; {hint}" if hint else sentence)
 
@@ -54,11 +54,28 @@ def reason_of(error: BaseException) -> str:
     >>> reason_of(ValueError("Error while serializing: I/O error: File too large (os error 27)"))
     'File too large'
     """
-    number = getattr(error, "errno", None) or number_in(str(error))
+    number = _number(error)
     return (os.strerror(number) if number else "") or str(error)
 
 
+def _number(error: BaseException) -> int | None:
+    return getattr(error, "errno", None) or number_in(str(error))
+
+
 def number_in(text: str) -> int | None:
-    """The system's own number of an error in a library's message, if there is one."""
+    """The system's own number of an error in a library's message, if there is one.
+
+    NumPy only says how much of a file was taken: a limit on the size of files is the reason if there is one.
+    """
+    if re.fullmatch(r"\d+ requested and \d+ written", text):
+        return errno.EFBIG if _files_are_limited() else errno.ENOSPC
     found = re.search(r"\(os error (\d+)\)", text)
     return int(found.group(1)) if found else None
+
+
+def _files_are_limited() -> bool:
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return False
+    return resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY

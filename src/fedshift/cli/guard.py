@@ -65,7 +65,8 @@ def guarded(command: Callable[[], Any]) -> NoReturn:
     except MemoryError:
         code = _refuse(HostError("there is not enough memory"))
     except OSError as error:
-        code = _refuse(HostError.of(error)) if _flushed() else 1
+        # who printed may have thrown away what could not be written: one more line tells whose fault it was
+        code = _refuse(HostError.of(error)) if _flushed("" if error.filename else "\n") else 1
     sys.exit(code if _flushed() else code or 1)
 
 
@@ -86,9 +87,10 @@ def _speak_anything() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _flushed() -> bool:
-    """Whether all output could be written; if not, that is said once, and the rest is dropped."""
+def _flushed(more: str = "") -> bool:
+    """Whether all output could be written, and some more; if not, that is said once, and the rest is dropped."""
     try:
+        sys.stdout.write(more)
         sys.stdout.flush()
     except OSError as error:
         with contextlib.suppress(OSError):
