@@ -68,7 +68,7 @@ def check_identical(a: object, b: object) -> None:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("engine", ["sequential", "vmapped", "auto"])
+@pytest.mark.parametrize("engine", ["vmapped", "auto", pytest.param("sequential", marks=pytest.mark.long)])
 def test_killed_and_resumed_is_bit_identical(tmp_path: Path, engine: str) -> None:
     subprocess.run(command(tmp_path / "whole", engine), check=True, capture_output=True)
     killed = tmp_path / "killed"

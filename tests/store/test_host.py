@@ -216,6 +216,7 @@ def test_the_system_says_no_to_real_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
+@pytest.mark.long
 def test_a_small_torture(tmp_path: Path) -> None:
     """A few of everything that ``benchmarks/torture.py`` does by the hundred."""
     root = Path(__file__).parents[2]
