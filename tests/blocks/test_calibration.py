@@ -154,9 +154,9 @@ def test_nothing_is_done_where_training_clients_could_not_tell() -> None:
     """Images that differ between clients look like classes that do."""
     alike = [world(NO_SHIFT, 60, seed, moved=(-1.5, 1.5)[seed % 2]) for seed in range(8)]
     calibration = skilled(alike)
-    stranger = world(NO_SHIFT, 100, 10, moved=1.5)
-    assert float(estimated_shift(stranger.logits, calibration, "em", guard=False).strength) == 1
-    shift, strength = estimated_shift(stranger.logits, calibration, "em", guard=True)
+    elsewhere = world(NO_SHIFT, 100, 10, moved=1.5)
+    assert float(estimated_shift(elsewhere.logits, calibration, "em", guard=False).strength) == 1
+    shift, strength = estimated_shift(elsewhere.logits, calibration, "em", guard=True)
     assert float(strength) == 0
     assert not shift.any()
 

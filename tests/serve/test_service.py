@@ -146,7 +146,7 @@ def test_a_version_on_disk_goes_on_to_the_bit(name: str, world: World, tmp_path:
     assert (after.seen, after.learnt, after.fitted) == (again.seen, again.learnt, again.fitted)
 
 
-def test_the_history_keeps_some_versions_and_refuses_strangers(world: World, tmp_path: Path) -> None:
+def test_the_history_keeps_some_versions_and_refuses_those_of_others(world: World, tmp_path: Path) -> None:
     service = served_by(world, "t3a")
     history = History(tmp_path, service, keep=3)
     history.claim()

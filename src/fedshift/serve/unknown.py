@@ -26,7 +26,7 @@ class Strangeness(NamedTuple):
 class Familiarity:
     """Scores of images, compared with those of validation images.
 
-    An image is as strange as the stranger of its two scores, each in standard deviations of the validation images' own. Its
+    An image is as strange as the larger of its two scores, each in standard deviations of the validation images' own. Its
     ``rarity`` is ``(1 + how many validation images are as strange) / (n + 1)``, and it is unknown if that is at most
     ``rate``. For an image like those of validation this happens with a probability of at most ``rate``, whatever the
     scores' distribution: they need only be exchangeable. With few validation images the rate is what they can tell.
