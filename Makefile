@@ -19,11 +19,11 @@ quick: $(INSTALLED)
 # everything that needs no other process
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n auto
-	$(BIN)/python -m pytest -q --doctest-modules src/fedshift
+	$(BIN)/python -m pytest -q -n auto --doctest-modules src/fedshift
 
 # real processes: killed runs, worker pools, scripts, the installed wheel
 test-system: $(INSTALLED)
-	$(BIN)/python -m pytest -q --tier system
+	$(BIN)/python -m pytest -q -n 2 --tier system
 
 # every case of every grid
 test-grid: $(INSTALLED)

@@ -2,6 +2,7 @@
 
     python benchmarks/adapters.py gpu     streams of 12,000 on a GPU
     python benchmarks/adapters.py cpu     streams of 4,000 (the-plus: 16) on one core
+    python benchmarks/adapters.py gpu --profile the-plus memo     where the time goes, kernel by kernel, for 4,096 samples
 
 The network is the CNN of the FedTHE paper with two heads. Beside our adapters stands the plain way to do what ``the`` does:
 autograd and torch.optim.Adam, one by one and in batches of 32, on features that are already there.
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import networks
 from fedshift.blocks.mean_views import with_views
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Arch, Output
@@ -141,18 +143,36 @@ def main() -> None:
     """On a GPU or a CPU, with the settings of a run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("where", choices=["gpu", "cpu"])
-    where = parser.parse_args().where
+    parser.add_argument("--profile", nargs="+", default=[], metavar="ADAPTER", help="kernels of these, and no table")
+    options = parser.parse_args()
+    where = options.where
     device = torch.device("cuda" if where == "gpu" else "cpu")
     compute = compute_for(device.type, "auto")
     with steady(compute.tf32):
-        table(where, device, compute)
+        for name in options.profile:
+            profiled(name, compute)
+        if not options.profile:
+            table(where, device, compute)
+
+
+def profiled(name: str, compute: Compute, count: int = 4_096, rows: int = 14) -> None:
+    """The longest kernels of one adapter, in microseconds a sample."""
+    method = two_headed()
+    tree, samples = two_heads(method, compute.device), stream(count, compute.device)
+    go = along(_make(name, method), tree, samples, compute)
+    print(f"{name}: {per_sample(go, count, compute.device, repeats=2):.1f} us a sample")
+    networks.show(lambda: (go(), torch.cuda.synchronize(), count)[-1], count, rows)
+
+
+def two_headed() -> FedTHE:
+    """A method whose models have what every adapter here asks for."""
+    arch = Arch.of(lambda: CNN(bias=False).make((3, 32, 32), 10), (3, 32, 32), "cnn")
+    return FedTHE(arch=arch, train=Train(lr=0.01))
 
 
 def table(where: str, device: torch.device, compute: Compute) -> None:
     """Everything, one after the other."""
-    method = FedTHE(
-        arch=Arch.of(lambda: CNN(bias=False).make((3, 32, 32), 10), (3, 32, 32), "cnn"), train=Train(lr=0.01)
-    )
+    method = two_headed()
     tree = two_heads(method, device)
     sizes = {"gpu": (12_000, 12_000, 64, 1_024), "cpu": (4_000, 16, 64, 1_024)}[where]
     whole, tuned, alone, batched = (stream(size, device) for size in sizes)
@@ -168,7 +188,8 @@ def table(where: str, device: torch.device, compute: Compute) -> None:
     found["ours, 8 views"] = per_sample(along(viewed, at_home, batched, compute), len(batched), device, repeats=2)
     for name in ("the-plus", "memo", "lp-ft"):
         found[name] = per_sample(along(_make(name, method), tree, tuned, compute), len(tuned), device, repeats=2)
-    found["ttt (one stream)"] = per_sample(along(_make("ttt", method), tree, alone, compute), len(alone), device, 2)
+    one = tuned if where == "gpu" else alone
+    found["ttt (one stream)"] = per_sample(along(_make("ttt", method), tree, one, compute), len(one), device, 2)
     ttt = along(_make("ttt", method), tree, batched, compute, clients=16)
     found["ttt (16 streams)"] = per_sample(ttt, len(batched), device, 2)
     found["plain search, one by one"] = per_sample(plain_search(method, tree, alone, 1, device), len(alone), device, 2)

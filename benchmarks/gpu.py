@@ -118,11 +118,16 @@ def resume() -> str:
     more = ["--device", "cuda", *changes]
     with tempfile.TemporaryDirectory() as folder:
         whole, killed = Path(folder, "whole"), Path(folder, "killed")
-        carried_out(command(whole, "vmapped", *more))
+        started = [sys.executable, "-m", "fedshift.cli"]
+        carried_out([*started, *command(whole, "vmapped", *more)])
         log = Path(folder, "log")
         with open(log, "w") as file:
             process = subprocess.Popen(
-                command(killed, "vmapped", *more), cwd=ROOT, env=environment(), stdout=file, stderr=subprocess.STDOUT
+                [*started, *command(killed, "vmapped", *more)],
+                cwd=ROOT,
+                env=environment(),
+                stdout=file,
+                stderr=subprocess.STDOUT,
             )
             while process.poll() is None and not _under_way(killed):
                 time.sleep(0.005)
@@ -132,7 +137,7 @@ def resume() -> str:
             print("\n".join(log.read_text().splitlines()[-TAIL:]), flush=True)
             raise Failed("the run was over before it could be killed")
         reached = sum(len(path.read_text().splitlines()) for path in killed.rglob("metrics.jsonl"))
-        carried_out(command(killed, "vmapped", *more, "--resume"))
+        carried_out([*started, *command(killed, "vmapped", *more, "--resume")])
         try:
             check_identical(contents(whole), contents(killed))
         except AssertionError as error:

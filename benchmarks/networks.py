@@ -32,6 +32,7 @@ from fedshift.engines.base import Engine
 from fedshift.engines.schedule import Plan
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.torch_flags import steady
+from fedshift.engines.vmapped import Vmapped
 from fedshift.methods.fedavg import FedAvg
 from fedshift.models.alexnet import AlexNet
 from fedshift.models.cct import CCT4
@@ -154,10 +155,10 @@ def freed() -> None:
     torch.cuda.empty_cache()
 
 
-def vmapped_rate(network: Network, clients: int, rows: int) -> tuple[float, str]:
+def vmapped_rate(network: Network, clients: int, rows: int, compiled: bool = False) -> tuple[float, str]:
     """Samples per second of the engine that ``fedshift run`` takes, and how it convolved; with ``rows`` a profile."""
     compute = compute_for("cuda", "auto")
-    _, engine = engine_for("auto", compute, True, clients)
+    engine = Vmapped(compute, compile_step=True) if compiled else engine_for("auto", compute, True, clients)[1]
     go = rounds_of(engine, network, clients, network.batches, EPOCHS)
     found = rate(go, repeats=2)
     if rows:
@@ -194,6 +195,7 @@ def main() -> None:
     parser.add_argument("--profile", type=int, nargs="?", const=12, default=0, metavar="ROWS")
     parser.add_argument("--no-loop", action="store_true", help="nor the plain loop")
     parser.add_argument("--no-compile", action="store_true", help="the pooled model without torch.compile")
+    parser.add_argument("--long", action="store_true", help="ours with torch.compile, as very long runs may have it")
     parser.add_argument("--prepare", action="store_true", help="compile pooled models into torch's cache, time nothing")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -202,7 +204,10 @@ def main() -> None:
         if options.prepare:
             for name in names:
                 for clients in sizes:
-                    pooled(NETWORKS[name], clients, compiled=True, steps=1)()
+                    if options.long:
+                        vmapped_rate(NETWORKS[name], clients, 0, compiled=True)
+                    else:
+                        pooled(NETWORKS[name], clients, compiled=True, steps=1)()
                     freed()
             return
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; thousands of samples per second")
@@ -213,7 +218,7 @@ def main() -> None:
             for clients in sizes:
                 network = NETWORKS[name]
                 loop = float("nan") if options.no_loop else loop_rate(network, clients)
-                ours, ways = vmapped_rate(network, clients, options.profile)
+                ours, ways = vmapped_rate(network, clients, options.profile, options.long)
                 freed()
                 graph = rate(pooled(network, clients, compiled=False))
                 freed()

@@ -43,9 +43,7 @@ def kills(count: Annotated[int, typer.Option(help="So many.")] = 100, seed: Seed
 
 
 @app.command()
-def doubles(
-    count: Annotated[int, typer.Option(help="Runs; each is disturbed three times.")] = 7, seed: Seed = 0
-) -> None:
+def doubles(count: Annotated[int, typer.Option(help="So many.")] = 20, seed: Seed = 0) -> None:
     """A second process in the folder of a running one."""
     carried_out("doubles", lambda base: processes.doubles(base, count, seed))
 
@@ -60,11 +58,12 @@ def orphans(count: Annotated[int, typer.Option(help="So many.")] = 20, seed: See
 def damage(
     part: Annotated[str, typer.Option(help="K/N: the K-th of N parts of all trials.")] = "1/1",
     step: Annotated[int, typer.Option(help="Only every so-manieth trial.")] = 1,
+    only: Annotated[str, typer.Option(help="Only trials whose name has this: interrupted, a file, a way.")] = "",
     seed: Seed = 0,
 ) -> None:
     """Every file of a run damaged in every way, then commands that read it or mend it."""
     own, parts = map(int, part.split("/"))
-    carried_out("damage", lambda base: damaging.torture(base, own, parts, seed, step))
+    carried_out("damage", lambda base: damaging.torture(base, own, parts, seed, step, only))
 
 
 @app.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from fedshift.data.task import Client, Task
 from fedshift.errors import UserError
 from fedshift.models.cnn import CNN
 from fedshift.models.mlp import MLP
+from tests.forks import Forks, forking
 
 torch.set_num_threads(1)
 
@@ -92,6 +93,13 @@ def _quick(item: pytest.Item) -> bool:
     parameters = getattr(item, "callspec", None)
     method = None if parameters is None else parameters.params.get("name", parameters.params.get("method_name"))
     return method is None or method in QUICK_METHODS
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """Commands in processes of their own, at once."""
+    with forking(tmp_path_factory.mktemp("forks")) as made:
+        yield made
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -157,9 +157,47 @@ def test_rows_of_results_find_their_method() -> None:
     from docs.builder import measured
 
     quoted = measured.quoted("methods", "fedthe")
-    assert "| FedTHE+ | 86.4 (90.6) |" in quoted
-    assert "| FedAvg | 59.5 (64.3) |" in quoted
+    assert re.search(r"\| FedTHE\+ \| [\d.*±]+ (±[\d.]+ )?\(90\.55\) \|", quoted)
+    assert re.search(r"\| FedAvg \| [\d.*±]+ (±[\d.]+ )?\(55\.04\) \|", quoted)  # beside it, wherever both were run
     assert "| Ditto |" not in quoted
+
+
+def test_results_pages_are_those_of_their_summaries() -> None:
+    """Nobody types a number: python docs/generate.py --results."""
+    from docs.builder import results
+
+    names = {table.name for page in results.PAGES for table in page.tables}
+    assert {path.stem for path in results.KEPT.glob("*.json")} <= names
+    for path, text in results.pages().items():
+        assert path.read_text(encoding="utf-8") == text, path.name
+    for path in results.KEPT.glob("*.json"):
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        assert path.stat().st_size < 60_000
+        assert results.as_json(summary) == path.read_text(encoding="utf-8")
+        assert summary["command"].startswith("fedshift run ")
+        assert summary["seeds"]
+        assert summary["rows"]
+        page = next(page for page in results.PAGES if path.stem in {table.name for table in page.tables})
+        shown = (results.KEPT / f"{page.name}.md").read_text(encoding="utf-8")
+        for title, cells in summary["rows"].items():  # every number of the file is on the page
+            row = next(line for line in shown.split("\n") if line.startswith(f"| {title} |"))
+            assert all(f"{number['mean']:.1f}" in shown for number in cells.values()), row
+
+
+def test_every_table_of_the_results_is_an_experiment() -> None:
+    from docs.builder import results
+
+    from fedshift import Experiment
+
+    tables = [table for page in results.PAGES for table in page.tables]
+    assert len({table.turn for table in tables}) == len(tables)
+    for table in tables:
+        experiment = Experiment.load(table.preset, table.changes)
+        titles = {method.title for method in experiment.method}
+        assert set(table.order) <= titles, (table.name, set(table.order) - titles)
+        assert set(table.aside) <= titles
+    glance = (results.KEPT / "README.md").read_text(encoding="utf-8")
+    assert all(glance.count(f"| {t.title} |") == sum(t.title == other.title for other in tables) for t in tables)
 
 
 def test_all_questions_are_answered() -> None:
@@ -226,7 +264,8 @@ def test_the_site_has_a_page_for_everything(site: Path) -> None:
     assert "<math" in (site / "methods" / "fedavg.html").read_text(encoding="utf-8")
     for page in PAGES[1:]:
         if page.is_relative_to(DOCS):
-            assert (site / page.relative_to(DOCS).with_suffix(".html")).exists(), page
+            name = "index" if page.stem == "README" else page.stem  # as mkdocs has it
+            assert (site / page.relative_to(DOCS).with_name(f"{name}.html")).exists(), page
     front = (site / "api" / "index.html").read_text(encoding="utf-8")
     import fedshift
 
@@ -236,8 +275,14 @@ def test_the_site_has_a_page_for_everything(site: Path) -> None:
 @pytest.mark.system
 def test_the_notebook_was_run(site: Path) -> None:
     text = (site / "tutorials" / "notebook.html").read_text(encoding="utf-8")
-    assert 'class="output"' in text
-    assert list((site / "tutorials").glob("notebook-*.png"))
+    shown = re.findall(r'<div class="output">(.*?)</div>', text, re.DOTALL)
+    assert "Accuracy in % at the round with the best pooled validation accuracy" in "".join(shown)  # run from TOML
+    assert "unknown key 'ruonds'" in text
+    assert text.count(" rounds, engine ") >= 2  # what the bar says in the end, of either run
+    assert 'class="dataframe"' in text  # results to pandas
+    assert list((site / "tutorials").glob("notebook-*.png"))  # a plot
+    assert "hyper" in text  # images of one's own, from a data frame
+    assert "lima/model.safetensors" in text  # exported
 
 
 @pytest.mark.system

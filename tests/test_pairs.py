@@ -43,10 +43,15 @@ NETWORKS = {
 HAS = {"batch norm": {"norm", "batch-norm"}, "group norm": {"norm"}, "no norm": set()}
 
 
+@cache
+def built(cls: type[Method], net: str) -> Arch:
+    return cls.build(Arch.of(NETWORKS[net], (3, 8, 8)), {})
+
+
 def declared(method_name: str, adapter_name: str, net: str) -> str | None:
     """Why the pair cannot run on the network, from declarations alone."""
     cls = METHODS[method_name].make
-    arch = cls.build(Arch.of(NETWORKS[net], (3, 8, 8)), {})
+    arch = built(cls, net)
     reason = missing_for_method(method_name, cls.requires, arch)
     if reason is not None:
         return reason

@@ -29,7 +29,7 @@ from tests.presets_data import write_all
 
 PROTOCOLS = {"B1", "B2", "B3", "I1", "I2", "I3", "I4", "I5", "C1", "C2"}
 PROTOCOLS |= {"T1", "T2", "T3", "T4", "T5", "T6", "T7", "D1", "D2", "D3"}
-NAMES = [name for name in presets() if name != "default"]
+NAMES = [name for name in presets() if name not in ("default", "private")]  # of a paper's protocol
 
 
 # the headline table of each system
@@ -39,6 +39,12 @@ HEADLINES = ("brfl", "digits-covariate", "pacs-feature", "new-clients", "office-
 def one_of_each_system(names: Sequence[str]) -> list[Any]:
     """Presets as parameters: the headline of each system, the others in the grid."""
     return [name if name in HEADLINES else pytest.param(name, marks=pytest.mark.grid) for name in names]
+
+
+def two_layouts(names: Sequence[str]) -> list[Any]:
+    """Presets as parameters where each takes seconds: label skew and domains, the others in the grid."""
+    kept = ("brfl", "digits-covariate")
+    return [name if name in kept else pytest.param(name, marks=pytest.mark.grid) for name in names]
 
 
 # FedCiR's figures with many clients
@@ -230,7 +236,7 @@ def _check(task: Task, experiment: Experiment, clients: int, unseen: int) -> Non
         assert sum(len(client.val) for client in task.clients) > 0
 
 
-@pytest.mark.parametrize("name", one_of_each_system(NAMES))
+@pytest.mark.parametrize("name", two_layouts(NAMES))
 def test_full_scale_builds_and_every_method_fits(name: str, data: Path) -> None:
     experiment = _full(name)
     task = make_task(experiment, seed=0)
@@ -246,7 +252,7 @@ def test_full_scale_builds_and_every_method_fits(name: str, data: Path) -> None:
 def test_splits_stay_as_they_were_published(name: str, data: Path) -> None:
     """The hashes of the first tasks, with one plain stream: a split that changes silently is another benchmark."""
     plain = ['stream=[{name="original",kind="original"}]', "evaluate.mean-of=[]"]
-    experiment = Experiment.load(name, plain) if name == "default" else _full(name, *plain)
+    experiment = _full(name, *plain) if name in NAMES else Experiment.load(name, plain)
     published = json.loads((Path(__file__).parent / "preset_hashes.json").read_text())
     variant = next(experiment.variants())[1]
     assert make_task(variant, seed=0).hash == published[name]
@@ -280,7 +286,7 @@ def test_every_method_of_the_small_scale_fits(name: str, data: Path) -> None:
 # ---- runs at small scale -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", one_of_each_system(NAMES))
+@pytest.mark.parametrize("name", two_layouts(NAMES))
 def test_two_rounds_of_fedavg(name: str, data: Path, tmp_path: Path) -> None:
     experiment = _small(name)
     clients, unseen = SMALL_POPULATIONS[name]
@@ -375,7 +381,8 @@ def test_brfl_is_the_whole_of_table_1() -> None:
         "majority",
         *(spec.name for spec in experiment.method),
     ]
-    rows = {key[1:]: found for key, found in _published("brfl").items() if found}
+    by_row = _published("brfl").items()
+    rows = {key[1:]: found for key, found in by_row if found and key[0] == "{'partition.alpha': 0.1}"}
     assert len(rows) == 14
     assert rows["two heads", "FedTHE"] == {
         **dict(zip(FIVE, (89.58, 81.62, 57.12, 80.88, 72.07), strict=True)),
@@ -549,8 +556,8 @@ def test_brfl_streams(data: Path) -> None:
         assert sorted(without.index[client.name].tolist()) == sorted(
             natural.index[client.name][labels != frog].tolist()
         )
-        # the natural set follows the client's own test labels
-        own = task.labels[client.test]
+        # the natural set follows the client's own training labels
+        own = task.labels[client.train]
         assert set(labels.tolist()) <= set(own.tolist())
         others = task.streams["out-of-client"].index[client.name]
         assert len(others) == len(client.test)
@@ -687,7 +694,7 @@ def test_rotations_have_other_angles_for_new_clients(data: Path) -> None:
     for client, plain in zip((*task.clients, *task.unseen), (*upright.clients, *upright.unseen), strict=True):
         own = torch.cat([client.train, client.val, client.test])
         assert torch.equal(own, torch.cat([plain.train, plain.val, plain.test]))
-        assert torch.equal(task.images[own], rotate(upright.images[own], angles[client.name]))
+        assert torch.equal(task.images[own], rotate(upright.images[own], angles[client.name], "bicubic"))
 
 
 def test_the_public_tenth_belongs_to_nobody(data: Path) -> None:
@@ -789,3 +796,40 @@ def test_published_numbers_belong_to_a_column(name: str) -> None:
     for method in experiment.method:
         for adapter in method.adapters:
             assert leaves(adapter.paper) <= known, (method.title, adapter.title)
+
+
+# ---- the paper's own settings ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*FEDICON, "digits-heterogeneity"])
+def test_one_override_restores_fedicons_rate_everywhere(name: str) -> None:
+    """And one temperature for both of its losses."""
+    experiment = Experiment.load(name, ["scale=paper"])
+    ours = Experiment.load(name)
+    assert (experiment.rounds, len(experiment.method)) == (ours.rounds, len(ours.method))
+    for method in experiment.method:
+        assert {**experiment.train, **method.train}["lr"] == 0.01, method.title
+        if method.name == "fedicon":
+            assert method.options()["head-lr"] == 0.01
+            adapted = [a.options() for a in method.adapters if a.name == "fedicon"]
+            assert all(options["lr"] == 0.01 for options in adapted)
+            assert {method.options()["temperature"], *(o["temperature"] for o in adapted)} == {0.1}
+
+
+def test_a_preset_without_other_settings_of_the_paper_says_so() -> None:
+    with pytest.raises(UserError, match=r"^brfl has no \[paper\] table"):
+        Experiment.load("brfl", ["scale=paper"])
+
+
+def test_brfl_has_both_halves_of_table_1() -> None:
+    """Both halves, each with the paper's numbers of all rows beside it."""
+    points = dict(enumerate(point for point, _ in Experiment.load("brfl").variants()))
+    assert points == {0: {"partition.alpha": 0.1}, 1: {"partition.alpha": 1.0}}
+    published = _published("brfl")
+    for point in points.values():
+        assert sum(bool(found) for key, found in published.items() if key[0] == str(point)) == 14  # all but Local
+    rest = [n for n in BRFL if n not in ("brfl", "brfl-dirichlet")]
+    for name in rest:
+        sweep = Experiment.load(name).sweep
+        own = (PRESETS / f"{name}.toml").read_text()
+        assert "partition.alpha" not in sweep or '"partition.alpha" =' in own, name

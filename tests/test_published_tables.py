@@ -1,4 +1,4 @@
-"""Rows, rates and published numbers of the presets against the papers' tables (methods.md 4.6, 4.9, 5.7 and 5.10)."""
+"""Rows, rates and published numbers of the presets against the papers' tables."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,9 +16,10 @@ from safetensors.torch import load_file
 from fedshift import Experiment, UserError, run
 from fedshift.store.folder import RunFolder
 from fedshift.store.trees import load
+from tests.forks import Forks
 
 SETTINGS = [
-    "rounds=30", "baselines=false", "data.size=8", "model.name=cnn", "model.width=2", "model.hidden=8",
+    "rounds=30", "baselines=false", "data.size=8", "data.limit=400", "model.name=cnn", "model.width=2", "model.hidden=8",
     "checkpoint-every=3", "evaluate.every=4", "evaluate.oracle=true", "evaluate.adapted=true",
     "participation=0.6",
 ]  # fmt: skip
@@ -30,7 +29,7 @@ CLOCK = {"seconds", "memory-grown", "memory-peak", "seal"}
 
 def command(out: Path, engine: str, *more: str) -> list[str]:
     changes = [part for setting in [*SETTINGS, f"method={METHODS}"] for part in ("-c", setting)]
-    return [sys.executable, "-m", "fedshift.cli", "run", *changes, "--out", str(out), "--engine", engine, *more]
+    return ["run", *changes, "--out", str(out), "--engine", engine, *more]
 
 
 def contents(folder: Path) -> dict[str, object]:
@@ -69,17 +68,14 @@ def check_identical(a: object, b: object) -> None:
 
 @pytest.mark.system
 @pytest.mark.parametrize("engine", ["vmapped", "auto", pytest.param("sequential", marks=pytest.mark.long)])
-def test_killed_and_resumed_is_bit_identical(tmp_path: Path, engine: str) -> None:
-    subprocess.run(command(tmp_path / "whole", engine), check=True, capture_output=True)
+def test_killed_and_resumed_is_bit_identical(tmp_path: Path, engine: str, forks: Forks) -> None:
+    whole = forks.start(*command(tmp_path / "whole", engine))
+    assert whole.wait() == 0, whole.err
     killed = tmp_path / "killed"
     rng = random.Random(time.time_ns())
     kills = 0
     for attempt in range(12):
-        process = subprocess.Popen(
-            command(killed, engine, *(["--resume"] if attempt else [])),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
+        process = forks.start(*command(killed, engine, *(["--resume"] if attempt else [])))
         target = rng.randint(1, 25)
         deadline = time.time() + 120
         while process.poll() is None and time.time() < deadline and kills < 3:
@@ -87,13 +83,13 @@ def test_killed_and_resumed_is_bit_identical(tmp_path: Path, engine: str) -> Non
             if any(len(path.read_text().splitlines()) >= target for path in metrics):
                 process.send_signal(signal.SIGKILL)
                 kills += 1
-            time.sleep(0.005)
-        process.wait(timeout=180)
-        if process.returncode == 0:
+            time.sleep(0.002)
+        code = process.wait()
+        if code == 0:
             break
-        assert process.returncode == -signal.SIGKILL, process.stderr.read().decode()  # type: ignore[union-attr]
+        assert code == -signal.SIGKILL, process.err
     assert kills >= 1
-    assert process.returncode == 0
+    assert code == 0
     check_identical(contents(tmp_path / "whole"), contents(killed))
 
 

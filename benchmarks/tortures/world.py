@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import json
@@ -21,6 +22,7 @@ import pyarrow.parquet as pq
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from tests.forks import LONGEST, become
 
 from fedshift.cli import main
 from fedshift.store.trees import load
@@ -52,6 +54,8 @@ class Outcome:
         """Why it did not end as it should: 0, or one sentence and 1 or 2; empty if it did."""
         if "Traceback" in self.err or "Traceback" in self.out or "Exception ignored" in self.err:
             return f"a traceback: {self.err.strip().splitlines()[-1:]}"
+        if self.code == -signal.SIGALRM:
+            return f"no end after {LONGEST} s"
         if self.code not in (0, 1, 2):
             return f"exit code {self.code}"
         if self.code and len(self.sentence.splitlines()) != 1:
@@ -73,6 +77,11 @@ class Tally:
         self.failures.append(what)
         print(f"  FAILED {what}", flush=True)
 
+    def progress(self, what: str, every: int) -> None:
+        """A line now and then."""
+        if self.counts.get(what, 0) % every == 0:
+            print(f"  {self.counts.get(what, 0)} {what}, {len(self.failures)} failures", flush=True)
+
     def report(self, part: str, started: float) -> None:
         """One line; ends the program with 1 if anything went wrong."""
         numbers = ", ".join(f"{count} {what}" for what, count in self.counts.items())
@@ -86,27 +95,9 @@ def fork(words: list[str], before: Callable[[], object] = lambda: None) -> tuple
     place = Path(tempfile.mkdtemp(prefix="torture-said-"))
     sys.stdout.flush()
     number = os.fork()
-    if number:
-        return number, place
-    code = 1
-    try:
-        for stream, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(place / name, os.O_WRONLY | os.O_CREAT), stream)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        sys.argv = ["fedshift", *words]
-        before()
-        main()
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 1
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+    if number == 0:
+        become(words, place, before)
+    return number, place
 
 
 def outcome(number: int, place: Path) -> Outcome:
@@ -126,7 +117,7 @@ def command(*words: object, before: Callable[[], object] = lambda: None) -> Outc
 def prepare(base: Path) -> None:
     """Data for small experiments, and everything imported and used once: processes begin with what this one has.
 
-    They draw no pictures, which take longer than all the rest and are no part of a run.
+    Their ``fedshift run`` draws no pictures and no page, which take longer than all the rest and are no part of a run.
     """
     torch.set_num_threads(1)
     os.environ["FEDSHIFT_CACHE"] = str(base / "cache")
@@ -141,7 +132,10 @@ def prepare(base: Path) -> None:
         rows.append({"image": {"bytes": picture.getvalue()}, "label": label, "clinic": CLIENTS[k % 7 % 3]})
     pq.write_table(pa.Table.from_pylist(rows), base / "clinics.parquet")
     for module in ("pictures", "task"):
-        importlib.import_module(f"fedshift.results.plots.{module}").save = lambda *_: None
+        plots = importlib.import_module(f"fedshift.results.plots.{module}")
+        for name in {"save", "result_picture", "task_picture"} & set(vars(plots)):
+            setattr(plots, name, lambda *_: None)
+    importlib.import_module("fedshift.cli.run")._report = lambda *_: None
     for module in ("inspect", "join", "export"):
         importlib.import_module(f"fedshift.{module}")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -150,6 +144,7 @@ def prepare(base: Path) -> None:
             sys.argv = ["fedshift", *words]
             with contextlib.suppress(SystemExit):
                 main()
+    gc.freeze()  # what is there now is never copied to look whether somebody still needs it
 
 
 def run_words(out: Path, settings: dict[str, str], *more: str) -> list[str]:
@@ -179,21 +174,26 @@ def killed_at(folder: Path, operation: int) -> Callable[[], None]:
 def contents(folder: Path, but: Path | None = None) -> dict[str, Any]:
     """Every file below a folder but pictures and one that may be damaged, without what a clock decides."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path != but)
-    return {str(path.relative_to(folder)): _content(path) for path in files}
+    return {str(path.relative_to(folder)): content_of(path) for path in files}
 
 
-def _content(path: Path) -> Any:
+def content_of(path: Path) -> Any:
+    """What a file holds, without what a clock decides."""
     if path.suffix == ".safetensors":
         return load_file(path) if path.name in PLAIN else load(path)
+    if path.suffix == ".parquet":
+        return pq.read_table(path)
     if path.suffix == ".jsonl":
         return [_timeless(json.loads(line)) for line in path.read_text().splitlines()]
-    if path.name in ("done", "costs.json"):
+    if path.name in ("done", "costs.json", "complete"):
         table = json.loads(path.read_text())
         return {key: value for key, value in table.items() if not key.startswith(("seconds", "memory", "seal"))}
     return "" if path.suffix in (".png", ".html") else path.read_bytes()  # which say when they were made
 
 
-def _timeless(line: dict[str, Any]) -> dict[str, Any]:
+def _timeless(line: Any) -> Any:
+    if not isinstance(line, dict):  # of another shape, as some damage makes it
+        return line
     return {key: value for key, value in line.items() if key not in CLOCK}
 
 

@@ -49,7 +49,12 @@ def _tables(page: Path) -> Iterator[Table]:
             yield Table(page.name, title, heading, _cells(head), [_cells(row) for row in rows], ran)
 
 
-TABLES = [table for page in sorted(RESULTS.glob("*.md")) if page.name != "index.md" for table in _tables(page)]
+TABLES = [
+    table
+    for page in sorted(RESULTS.glob("*.md"))
+    if page.name not in ("index.md", "README.md")
+    for table in _tables(page)
+]
 
 
 def _titles(preset: str) -> dict[str, tuple[str, str]]:

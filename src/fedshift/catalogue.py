@@ -143,8 +143,8 @@ def pairs() -> Rows:
     rows: Rows = []
     for name, entry in METHODS.items():
         row: dict[str, Any] = {"name": name}
+        method = entry.make(arch=entry.make.build(arch, {}))
         for other, cls in ADAPTERS.items():
-            method = entry.make(arch=entry.make.build(arch, {}))
             adapter = cls.make(arch=method.arch, predict_with=method.predict)
             row[other] = "yes" if missing_for_pair(name, method.provides, other, adapter) is None else "-"
         rows.append(row)

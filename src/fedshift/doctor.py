@@ -33,9 +33,12 @@ CORE = (
     "cloudpickle",
 )
 EXTRAS = {
-    "hub": ("datasets", "Hugging Face hub data sets"),
+    "hub": ("datasets", "data sets and weights from the Hugging Face hub"),
     "serve": ("fastapi", "models behind HTTP, fedshift serve"),
     "dicom": ("pydicom", "DICOM images"),
+    "tune": ("optuna", "a search that learns from its trials, fedshift tune --sampler tpe"),
+    "privacy": ("opacus", "noise that is counted and sums that are secret, [privacy]"),
+    "ray": ("ray", "several machines, fedshift run --engine ray"),
     "export": ("onnxscript", "networks as ONNX, fedshift export --format onnx"),
     "deploy": ("flwr", "federations across machines, fedshift deploy"),
     "report": ("plotly", "pages, fedshift report and fedshift watch"),

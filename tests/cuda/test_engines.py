@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from itertools import product
 
@@ -63,11 +64,16 @@ def test_stacks_that_do_not_fit_are_cut() -> None:
     method = FedAvg(arch=arch, train=tiny_train(lr=0.01, batch_size=64, local_epochs=2))
     task = ragged_task((256,) * 24, side=32)
     compute = Compute(GPU)
+    gc.collect()  # what tests before left behind
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()  # what tests before still hold
     whole = federate(method, Vmapped(compute), compute, 1, task)
-    peak, total = torch.cuda.max_memory_allocated(), torch.cuda.get_device_properties(GPU).total_memory
+    needed, total = torch.cuda.max_memory_allocated() - before, torch.cuda.get_device_properties(GPU).total_memory
+    gc.collect()
     torch.cuda.empty_cache()
     try:
-        torch.cuda.set_per_process_memory_fraction(0.6 * peak / total)
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 0.6 * needed) / total)
         with pytest.warns(UserWarning, match="do not fit into memory together"):
             cut = federate(method, Vmapped(compute), compute, 1, task)
     finally:

@@ -22,10 +22,17 @@ from tests.test_engines_agree import CASES
 # How far off, of the way that weights went. Convolutions rounded to TF32 on a CPU were off by up to 0.04 in most methods;
 # such that forget the last row of what they compute, by 0.08 (gradients of images) to 0.8 (outputs).
 OFF_BY = 0.06
-# whose steps make more of rounding
-MORE_OFF_BY = {"fedheal": 0.25, "fedsr": 0.2, "fedtta": 0.35, "heterofedtta": 0.35, "partialfed": 0.2}
+# whose steps make more of rounding: benchmarks/tf32.py has 0.11 for odpfl-hn, whose weights are products themselves
+MORE_OFF_BY = {
+    "fedheal": 0.25,
+    "fedsr": 0.2,
+    "fedtta": 0.35,
+    "heterofedtta": 0.35,
+    "odpfl-hn": 0.2,
+    "partialfed": 0.2,
+}
 LOSS_OFF_BY = 2e-3  # of the loss
-LOSS_MORE_OFF_BY = {"fedtta": 0.1, "heterofedtta": 0.1}  # who steps through a step, at a large rate
+LOSS_MORE_OFF_BY = {"fedtta": 0.1, "heterofedtta": 0.25}  # who steps through a step, at a large rate: 0.16 there
 
 
 def check_fast(name: str, norm: bool, ours: bool) -> None:

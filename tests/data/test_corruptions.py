@@ -248,6 +248,43 @@ def test_glass_swaps_are_those_of_the_nested_loops() -> None:
             assert np.array_equal(ours[sample].numpy(), grid.ravel())
 
 
+def test_the_published_glass_copies_as_the_references_nested_loops_do() -> None:
+    """A tuple of views on both sides of the assignment: the second half writes what the first has just put there."""
+    for height, width, reach, passes in ((8, 8, 1, 2), (11, 14, 1, 1), (20, 17, 3, 2)):
+        jumps = rng.integers(4, torch.arange(2), (2 * reach) ** 2, (passes, height, width))
+        ours = _filters.swap_pixels(height, width, reach, jumps, copies=True)
+        for sample in range(2):
+            grid = np.arange(height * width).reshape(height, width, 1)
+            for turn in range(passes):
+                for row in range(height - reach, reach, -1):
+                    for column in range(width - reach, reach, -1):
+                        dy, dx = divmod(int(jumps[sample, turn, row, column]), 2 * reach)
+                        there = row + dy - reach, column + dx - reach
+                        grid[row, column], grid[there] = grid[there], grid[row, column]
+            assert np.array_equal(ours[sample].numpy(), grid.ravel())
+
+
+def test_published_zooms_are_as_many_as_numpy_counts(photos: torch.Tensor) -> None:
+    ids = torch.arange(2)
+    for severity, (end, zooms) in enumerate(((1.06, 7), (1.11, 12), (1.16, 16), (1.21, 21), (1.26, 26)), start=1):
+        ours = corrupt(photos[:2], "zoom-blur", severity, 0, ids, published=True)
+        assert len(np.arange(1, end, 0.01)) == zooms
+        total = photos[:2].float()
+        for number in range(zooms):
+            total = total + _filters.zoom(photos[:2].float(), 1 + number * 0.01)
+        assert torch.equal(ours, (total / (zooms + 1)).round().to(torch.uint8))
+        same = torch.equal(ours, corrupt(photos[:2], "zoom-blur", severity, 0, ids))
+        assert same == (severity > 2)
+
+
+def test_a_stream_can_have_the_published_slips(photos: torch.Tensor) -> None:
+    ids = torch.arange(12)
+    names = ("glass-blur", "fog")
+    ours, theirs = (corrupt_mixed(photos, 5, 0, ids, names, published) for published in (False, True))
+    differs = (ours != theirs).flatten(1).any(1)
+    assert torch.equal(differs, mixed_choice(0, ids, names) == 0)
+
+
 def test_glass_blur_keeps_the_pixels(photos: torch.Tensor) -> None:
     out = corrupt(photos, "glass-blur", 1, 0, torch.arange(12))  # its blur of 0.05 pixels does nothing
     assert torch.equal(out.flatten(2).sort(-1).values, photos.flatten(2).sort(-1).values)

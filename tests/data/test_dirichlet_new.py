@@ -94,7 +94,7 @@ def test_seeds() -> None:
 
 
 def test_new_clients_may_be_small_and_those_with_nothing_are_left_out() -> None:
-    """FedTTA's alphas go down to 0.01, where some of fifty clients get no image at all (methods 8.4)."""
+    """FedTTA's alphas go down to 0.01, where some of fifty clients get no image at all."""
     pool = pool_of(1000, 1000)
     owners = DirichletNew(clients=5, alpha=1.0, new_clients=50, new_alpha=0.01).assign(pool, 0)
     new = rows_of(owners, "new")

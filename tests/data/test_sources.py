@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedshift.data import _source_cache, _tables
+from fedshift.data import _parts, _source_cache
 from fedshift.data.sources import from_arrays, load
 from fedshift.errors import UserError
 
@@ -345,7 +345,7 @@ def test_nothing_to_read(tmp_path: Path) -> None:
     assert "holds no images" in sentence(lambda: load("parquet: , "))
     file = parquet(tmp_path / "none.parquet", {"label": pa.array([], pa.int64())})
     assert "holds no images" in sentence(lambda: load(f"parquet:{file}"))
-    assert "must start with one of embedded:, parquet:, folder:, hub:" in sentence(lambda: load("digits"))
+    assert "must start with one of embedded:, parquet:, csv:, folder:, hub:" in sentence(lambda: load("digits"))
     assert "embedded sources are digits" in sentence(lambda: load("embedded:cats"))
     assert "no columns to name" in sentence(lambda: load("embedded:digits", {"label": "label"}))
     assert "size must be a positive" in sentence(lambda: load("embedded:digits", size=0))
@@ -354,7 +354,7 @@ def test_nothing_to_read(tmp_path: Path) -> None:
 
 def test_a_schema_with_strange_metadata_names_no_classes() -> None:
     for text in (b"", b"[]", b"{}", b'{"info": null}', b'{"info": {"features": {"label": null}}}'):
-        assert _tables._class_labels({b"huggingface": text}) == {}
+        assert _parts._class_labels({b"huggingface": text}) == {}
 
 
 # --- pixels -----------------------------------------------------------------------------------------------------------
@@ -604,7 +604,9 @@ def test_a_broken_cache_entry_is_made_again(tmp_path: Path, damage: str) -> None
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     root = folder(tmp_path / "data", ["cat/1.png"])
     (tmp_path / "file").write_text("in the way")
-    assert "the cache cannot be written in" in sentence(lambda: load(f"folder:{root}", cache=tmp_path / "file"))
+    assert "sources cannot be written (Not a directory)" in sentence(
+        lambda: load(f"folder:{root}", cache=tmp_path / "file")
+    )
 
 
 def test_a_race_for_the_same_entry_is_won_by_the_first(tmp_path: Path) -> None:
@@ -612,7 +614,7 @@ def test_a_race_for_the_same_entry_is_won_by_the_first(tmp_path: Path) -> None:
     pool = load(f"folder:{root}", cache=tmp_path)
     (entry,) = entries(tmp_path)
     before = (entry / "images.npy").stat().st_ino
-    _source_cache._remember(entry, pool)
+    _source_cache._remember(entry, pool, "folder:x")
     assert (entry / "images.npy").stat().st_ino == before
     assert entries(tmp_path) == [entry]
 

@@ -119,9 +119,10 @@ def check_pairs(task: Task, truth: Pool, stream: str) -> None:
 
 # ---- natural ------------------------------------------------------------------------------------------------------------
 def shared_out(task: Task, other: Pool) -> dict[str, list[int]]:
-    """The floor formula (methods 8.1-6 and A.8) in plain Python: client -> rows of the other source."""
+    """The floor formula in plain Python, with training labels where there are some: client -> rows of the other source."""
     truth: dict[str, list[int]] = {client.name: [] for client in everyone(task)}
-    histogram = {client.name: Counter(task.labels[client.test].tolist()) for client in everyone(task)}
+    own = {client.name: client.train if len(client.train) else client.test for client in everyone(task)}
+    histogram = {name: Counter(task.labels[rows].tolist()) for name, rows in own.items()}
     for c in range(len(other.classes)):
         rows = [row for row, label in enumerate(other.labels.tolist()) if label == c]
         total, start = sum(own[c] for own in histogram.values()), 0
@@ -147,16 +148,19 @@ def test_natural_shares_a_source_out_by_the_floor_formula(unseen: tuple[str, ...
     assert len(set(counts)) > 1  # and the shares are not simply equal
 
 
-def test_natural_counts_only_test_labels() -> None:
-    """BRFL's benchmark matches the local test set, not the whole local data."""
+@pytest.mark.parametrize(("match", "red", "green"), [("test", 0, 1), ("train", 1, 0)])
+def test_natural_counts_training_labels_or_test_labels(match: Any, red: int, green: int) -> None:
+    """FedTHE's appendix D matches the training histogram, its authors' stand-alone benchmark the local test set."""
     pool = pool_of({"red": 40, "green": 40})
     splits = torch.tensor([0] * 20 + [2] * 20).repeat(2)
     labels = torch.tensor([1] * 20 + [0] * 20 + [0] * 20 + [1] * 20)  # red trains on bees and is tested on ants
     task = made(
-        {"wild": Natural(source="x")}, Splitting(from_file=True, val=0.0), replace(pool, labels=labels, splits=splits)
+        {"wild": Natural(source="x", match=match)},
+        Splitting(from_file=True, val=0.0),
+        replace(pool, labels=labels, splits=splits),
     )
-    assert {label for _, label in shown(task, "red", "wild")} == {0}
-    assert {label for _, label in shown(task, "green", "wild")} == {1}
+    assert {label for _, label in shown(task, "red", "wild")} == {red}
+    assert {label for _, label in shown(task, "green", "wild")} == {green}
 
 
 def test_a_class_nobody_is_tested_on_is_shown_to_nobody() -> None:
@@ -996,6 +1000,7 @@ def example(cache: Path | None = None) -> Task:
     return made(RESETS, replace(UNSEEN, public=0.1), seed=3, cache=cache)
 
 
+@pytest.mark.system
 def test_same_bytes_in_another_process_with_another_hash_seed() -> None:
     code = "from tests.data.test_streams import example, fingerprint; print(fingerprint(example()))"
     other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"

@@ -403,6 +403,7 @@ def test_same_seed_same_bytes() -> None:
     assert len(example().hash) == 16
 
 
+@pytest.mark.system
 def test_same_bytes_in_another_process_with_another_hash_seed() -> None:
     code = "from tests.data.test_task import example, fingerprint; print(fingerprint(example()))"
     other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"

@@ -19,14 +19,15 @@ from fedshift.core.arch import Arch
 from fedshift.engines.auto import compute_for
 from fedshift.engines.base import Compute
 from fedshift.engines.cuda import convolutions, trilinear
-from fedshift.engines.cuda.convolutions import StackedConvolutions, by_patches, fastest, implicit_pays
+from fedshift.engines.cuda.convolutions import StackedConvolutions, fastest, implicit_pays
 from fedshift.engines.cuda.geometry import Geometry, Role
+from fedshift.engines.cuda.ways import by_folding, by_patches
 from fedshift.engines.vmapped.engine import COMPILE_PAYS, compiling_pays
 from fedshift.methods.fedavg import FedAvg
 
 Convolution = Callable[[Tensor, Tensor, Tensor], Tensor]
 Way = Callable[[Tensor, Tensor, Tensor | None, tuple[int, int], tuple[int, int]], Tensor]
-WAYS = pytest.mark.parametrize("way", [by_patches, trilinear.convolution])
+WAYS = pytest.mark.parametrize("way", [by_patches, by_folding, trilinear.convolution])
 SHAPES = [
     ((3, 3), (1, 1), (1, 1)),
     ((5, 5), (1, 1), (2, 2)),
@@ -34,6 +35,7 @@ SHAPES = [
     ((1, 1), (2, 2), (0, 0)),
     ((7, 7), (2, 2), (3, 3)),
     ((3, 5), (2, 1), (1, 2)),
+    ((6, 5), (4, 3), (2, 1)),
 ]
 
 
@@ -165,6 +167,15 @@ def test_few_places_and_huge_batches_are_not_for_kernels_of_our_own() -> None:
     assert fastest(5, (1024, 32, 224, 224), kernels, *same, ours=True) == "groups"  # more numbers than they can count
 
 
+def test_large_strides_become_channels_where_kernels_of_our_own_like_them() -> None:
+    images, alexnet = (8, 3, 64, 64), ((64, 3, 11, 11), (4, 4), (2, 2))
+    assert fastest(5, images, *alexnet, ours=True) == "folded"
+    assert fastest(5, images, *alexnet, ours=False) == "groups"
+    assert fastest(1, images, *alexnet, ours=True) == "groups"
+    assert fastest(5, images, (64, 3, 4, 4), (4, 4), (0, 0), ours=True) != "folded"  # they do not overlap
+    assert fastest(5, images, (60, 3, 11, 11), (4, 4), (2, 2), ours=True) == "groups"
+
+
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A GPU that would run kernels of our own."""
@@ -200,6 +211,13 @@ def test_long_runs_are_compiled_but_for_convolutions_that_a_compiler_would_slow_
     method, compute = FedAvg(arch), Compute(pretended, tf32=fast)
     assert compiling_pays(method, 10 * COMPILE_PAYS, compute) == compiled
     assert not compiling_pays(method, 0.1 * COMPILE_PAYS, compute)
+
+
+def test_long_runs_of_transformers_are_compiled_whatever_convolutions_they_begin_with(pretended: torch.device) -> None:
+    layers = [nn.Conv2d(1, 32, 3), nn.Flatten(), nn.Linear(32 * 36, 8), *[nn.Linear(8, 8) for _ in range(8)]]
+    method = FedAvg(Arch.of(lambda: nn.Sequential(*layers, nn.Linear(8, 2)), (1, 8, 8)))
+    assert compiling_pays(method, 10 * COMPILE_PAYS, Compute(pretended, tf32=True))
+    assert not compiling_pays(method, 0.1 * COMPILE_PAYS, Compute(pretended, tf32=True))
 
 
 @pytest.fixture

@@ -100,12 +100,14 @@ def on(arch: Arch, name: str, **options: Any) -> Adapter:
     return ADAPTERS[name].make(arch=arch, predict_with=FedAvg(arch=arch, train=tiny_train()).predict, **options)
 
 
-def check(reference: Mapping[tuple[str, str], Score], found: Mapping[tuple[str, str], Score]) -> None:
+def check(
+    reference: Mapping[tuple[str, str], Score], found: Mapping[tuple[str, str], Score], relative: float | None = None
+) -> None:
     assert list(reference) == list(found)
     for key, score in reference.items():
         other = found[key]
         assert (score.samples, score.correct) == (other.samples, other.correct), key
-        assert score.loss == pytest.approx(other.loss, abs=1e-6), key
+        assert score.loss == pytest.approx(other.loss, rel=relative, abs=1e-6), key
         assert set(score.telemetry) == set(other.telemetry), key
         for name, density in score.telemetry.items():
             assert density.counts == other.telemetry[name].counts, key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import pickle
 import subprocess
@@ -109,6 +110,16 @@ def test_every_command_opens_it_unharmed(
     pages = [*tmp_path.rglob("*.html"), *(page for page in foreign.glob("*.html") if not page.is_symlink())]
     for page in pages:
         assert SCRIPT not in page.read_text(encoding="utf-8")
+
+
+def test_a_page_shows_no_file_that_a_link_leads_to(
+    foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages are sent around: what is not a picture of the run has no place there."""
+    monkeypatch.chdir(foreign)
+    said = fedshift("report", ".", "--out", str(tmp_path / "page.html"))
+    assert said.code == 0, said.err
+    assert base64.b64encode(b"mine").decode() not in (tmp_path / "page.html").read_text()
 
 
 def test_links_are_named_where_they_are_refused(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from PIL import Image
 
 from fedshift.data._pixels import FORMATS
 from fedshift.errors import UserError
-from tests.input.fuzzing import CORPUS, budget, changes, damaged, obey, tables, texts, toml
-from tests.input.program import SMALL, png, run
+from tests.input.fuzzing import CORPUS, budget, changes, damaged, tables, texts, toml, violations
+from tests.input.program import SMALL, Said, png, run
 from tests.input.test_pictures import EPS, claimed
 
 long = pytest.mark.long
@@ -34,17 +34,17 @@ def planning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedshift.runs.run.carry_out", stop)
 
 
-def planned(text: str, folder: Path) -> None:
-    """Plan an experiment whose file says this."""
+def planned(text: str, folder: Path) -> list[str]:
+    """Plan an experiment whose file says this, and look at its data: what of the rule did not hold."""
     file = folder / "fuzzed.toml"
     file.write_text(text, encoding="utf-8")
-    for command in (["run", file, "--out", folder / "runs"], ["data", file, "--out", folder / "looked"]):
-        obey(*command, inputs=[file])
+    commands = (["run", file, "--out", folder / "runs"], ["data", file, "--out", folder / "looked"])
+    return [broken for command in commands for broken in violations(*command, inputs=[file])]
 
 
 @pytest.mark.parametrize("file", sorted(CORPUS.glob("*.toml")), ids=lambda file: file.stem)
 def test_files_that_were_found_once(file: Path, planning: None, tmp_path: Path) -> None:
-    planned(file.read_text(encoding="utf-8"), tmp_path)
+    assert planned(file.read_text(encoding="utf-8"), tmp_path) == []
 
 
 @long
@@ -59,7 +59,7 @@ def test_any_table(tmp_path_factory: pytest.TempPathFactory, table: dict[str, An
         key, _, value = setting.partition("=")
         if key not in written and key.split(".")[0] not in written:
             lines.append(f"{key} = {value if key != 'model.name' else toml(value)}")
-    planned("\n".join(lines) + "\n", tmp_path_factory.mktemp("table"))
+    assert planned("\n".join(lines) + "\n", tmp_path_factory.mktemp("table")) == []
 
 
 @long
@@ -69,8 +69,9 @@ def test_any_table(tmp_path_factory: pytest.TempPathFactory, table: dict[str, An
 def test_any_text(tmp_path_factory: pytest.TempPathFactory, changed: list[tuple[str, float, bytes]]) -> None:
     folder = tmp_path_factory.mktemp("text")
     content = b'rounds = 1\nname = "x"\n[data]\nsize = 8\n[model]\nname = "mlp"\n[[method]]\nname = "fedavg"\n'
-    (folder / "fuzzed.toml").write_bytes(damaged(content, changed))
-    obey("run", folder / "fuzzed.toml", "--out", folder / "runs", inputs=[folder / "fuzzed.toml"])
+    file = folder / "fuzzed.toml"
+    file.write_bytes(damaged(content, changed))
+    assert violations("run", file, "--out", folder / "runs", inputs=[file]) == []
 
 
 # ---- pictures and tables -------------------------------------------------------------------------------------------------
@@ -104,16 +105,8 @@ def test_any_picture(
     (folder / "new").mkdir()
     for i, content in enumerate(pictures):
         (folder / "new" / f"{i}.png").write_bytes(content)
-    how = [
-        "--method",
-        "fedavg",
-        "--data",
-        folder / "new",
-        "--out",
-        folder / "joined",
-        *(["--strict"] if strict else []),
-    ]
-    obey("join", trained, *how, inputs=[folder / "new"])
+    how = ["--method", "fedavg", "--data", folder / "new", "--out", folder / "joined"]
+    assert violations("join", trained, *how, *(["--strict"] if strict else []), inputs=[folder / "new"]) == []
 
 
 cells = st.one_of(st.none(), st.integers(-2, 3), st.floats(), texts, st.booleans(), st.binary(max_size=3))
@@ -152,7 +145,7 @@ def test_any_parquet(
     pq.write_table(pa.table(table), file)
     if changed is not None:
         file.write_bytes(damaged(file.read_bytes(), changed))
-    obey("data", file, "--out", folder / "looked", "-c", "data.size=8", inputs=[file])
+    assert violations("data", file, "--out", folder / "looked", "-c", "data.size=8", inputs=[file]) == []
 
 
 # ---- files of a run ------------------------------------------------------------------------------------------------------
@@ -161,6 +154,8 @@ COMMANDS = (
     ["show", "{run}", "--by", "client"],
     ["advise", "{run}"],
     ["cost-to-target", "{run}", "--target", "5"],
+    ["report", "{run}", "--out", "{out}/report.html"],
+    ["compare", "{run}", "{run}"],
     ["inspect", "{run}", "--samples", "4", "--out", "{out}"],
     ["join", "{run}", "--method", "fedavg", "--data", "{data}", "--out", "{out}"],
     ["export", "{run}", "--method", "fedavg", "--client", "pen", "--out", "{out}"],
@@ -206,13 +201,27 @@ def test_any_file_of_a_run(
     elif change != "gone":
         file.write_bytes(change if isinstance(change, bytes) else damaged(content, change))
     filled = [part.format(run=folder / "x", out=folder / "out", data=one_picture) for part in command]
-    obey(*filled, inputs=[one_picture])
+    assert violations(*filled, inputs=[one_picture]) == []
 
 
 def test_a_command_that_fails_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule itself."""
-    assert obey("list", "methods").code == 0
-    assert obey("show", "x" * 5000).code == 1
+    assert violations("list", "methods") == []
+    assert violations("show", "x" * 5000) == []
     monkeypatch.setattr("fedshift.catalogue.rows_of", lambda _: 1 / 0)
-    with pytest.raises(AssertionError, match="exit code 70"):
-        obey("list", "methods")
+    broken = violations("list", "methods")
+    assert [one.partition(" of fedshift")[0] for one in broken] == ["exit code 70", "a traceback"]
+
+
+def test_every_part_of_the_rule_is_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+
+    def misbehaves(*_: str) -> Said:
+        (tmp_path / "mine").write_text("theirs")
+        return Said(2, "\x1b[1m", "error: one\nerror: two\n")
+
+    monkeypatch.setattr("tests.input.fuzzing.fedshift", misbehaves)
+    monkeypatch.setattr("tests.input.fuzzing.LONGEST", 0.0)
+    broken = " ".join(violations("show", inputs=[tmp_path / "mine"]))
+    for what in ("not one sentence", "a terminal escape", "s of work", "s without an answer", "a changed input"):
+        assert what in broken

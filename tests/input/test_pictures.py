@@ -13,7 +13,7 @@ import pytest
 from PIL import EpsImagePlugin, Image
 
 import fedshift as package
-from fedshift.data import _folders
+from fedshift.data import _walk
 from fedshift.data._pixels import FORMATS, MOST_PIXELS, open_picture
 from fedshift.runs.raw_images import as_bytes
 from tests.input.program import png, run
@@ -100,7 +100,7 @@ def test_a_folder_elsewhere_may_be_linked_to(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for label in ("cat", "dog"):
         (tmp_path / "data" / label).symlink_to(tmp_path / "store" / label, target_is_directory=True)
-    names, folders = _folders.walk(tmp_path / "data")
+    names, folders = _walk.walk(tmp_path / "data")
     assert len(names) == 12
     assert folders == ["cat", "dog"]
 
@@ -110,11 +110,11 @@ def test_the_folder_of_a_process_is_no_data(tmp_path: Path) -> None:
 
 
 def test_too_many_files_without_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_folders, "MOST_OTHERS", 10)
+    monkeypatch.setattr(_walk, "MOST_OTHERS", 10)
     for i in range(12):
         (tmp_path / f"{i}.txt").touch()
     with pytest.raises(package.UserError, match="no picture among"):
-        _folders.walk(tmp_path)
+        _walk.walk(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "nowhere"])

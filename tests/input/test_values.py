@@ -101,6 +101,24 @@ def test_going_on_and_beginning_again_exclude_each_other(tmp_path: Path) -> None
         carry_out(jobs, resume=True, restart=True)
 
 
+def test_words_of_other_commands_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
+    said = run(tmp_path / "runs", 'method=[{name="fedavg"}]', "name=x")
+    assert said.code == 0, said.err
+    (tmp_path / "loop").symlink_to("loop")
+    refusals = {
+        ("advise", "--metric", "x"): "there is no measure 'x'",
+        ("compare", str(tmp_path / "runs"), "--metric", "x"): "there is no measure 'x'",
+        ("join", "--data", str(tmp_path / "loop")): "there is no file or folder",
+        ("cost-to-target", "--target", "nan"): "--target is an accuracy in percent",
+        ("inspect", "--samples", "0"): "--samples must be at least 2",
+        ("show", "--by", "x"): "there is no column 'x'",
+    }
+    for (command, *words), sentence in refusals.items():
+        said = fedshift(command, tmp_path / "runs", *words)
+        assert said.refused, (command, said.err[-2000:])
+        assert sentence in said.err
+
+
 @pytest.mark.parametrize("name", ["2024.parquet", "true.parquet", "done.parquet", "a=b,c.parquet", "[x].parquet"])
 def test_any_file_name_is_a_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -190,7 +190,7 @@ def test_ones_own_network_and_data_are_given_again(tmp_path: Path) -> None:
     assert set(numbers["clients"]) == {"north", "south", "east", "west"}
 
 
-def test_a_stochastic_encoder_is_compared_by_its_means_and_risked_by_its_draws(tmp_path: Path) -> None:
+def test_a_stochastic_encoder_is_compared_by_the_layer_that_others_have_and_risked_by_its_draws(tmp_path: Path) -> None:
     experiment = digits(method=[{"name": "fedcir", "class-samples": 20}])
     (out,) = run(experiment, tmp_path, engine="sequential").folders
     numbers = numbers_of(out, samples=12)["fedcir"]
@@ -203,7 +203,9 @@ def test_a_stochastic_encoder_is_compared_by_its_means_and_risked_by_its_draws(t
         x, labels = samples.images[samples.index].float() / 255, samples.labels[samples.index]
         drawn = method.predict({"model": model}, x).logits  # the mean probability of twenty draws
         assert numbers["risk"]["by-client"][client.name] == pytest.approx(float(F.cross_entropy(drawn, labels)), 1e-5)
-        means[client.name] = method.arch.encode(model, x)[0][positions_of(len(labels), 12, 0, client.name)]
+        body = method.arch.encode(model, x)[1]["body"]  # one layer before the means
+        assert not torch.equal(body, method.arch.encode(model, x)[0])
+        means[client.name] = body[positions_of(len(labels), 12, 0, client.name)]
     assert numbers["pad"] == json.loads(json.dumps(distances(means, list(means)).as_dict()))
 
 

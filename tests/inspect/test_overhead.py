@@ -99,7 +99,7 @@ def test_the_servers_training_is_a_number_of_its_own() -> None:
     assert "server" not in text(Overhead(65, "val", (("fedavg", 0, replace(found, flops_server=0)),))).split("R*: ")[0]
 
 
-# ---- hand counts, methods.md 6.2 ------------
+# ---- hand counts of AlexNet ------------
 @pytest.mark.parametrize("method", ["fedavg", "fdse"])
 def test_alexnet_and_fdse_cost_what_their_sizes_say(method: str) -> None:
     session = alexnet(method, options={"bias": True} if method == "fdse" else {})

@@ -1,4 +1,4 @@
-"""Proxy A-distance: what methods.md 9.1 asks of it."""
+"""Proxy A-distance: zero for equal sets, two for sets that a plane separates, the same in either order."""
 
 from __future__ import annotations
 

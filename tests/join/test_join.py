@@ -518,12 +518,11 @@ def test_other_sizes_and_colours_are_converted_and_counted(world: World, a_few: 
 
 def test_files_that_are_no_pictures_are_named(world: World, a_few: Path, tmp_path: Path) -> None:
     """A folder of which half is left out in silence would look like a whole one."""
-    with Image.open(sorted(a_few.iterdir())[0]) as opened:
-        opened.save(a_few / "scan.tiff")
+    (a_few / "scan.xcf").touch()
     (a_few / ".hidden").touch()
     joined = join(world.folder("fedavg"), a_few, out=tmp_path / "one")
-    kinds = "no picture (bmp, jpeg, jpg, png, webp)"
-    assert joined.notes == (f"1 file was left out, because it is {kinds}: scan.tiff",)
+    kinds = "no picture (bmp, dcm, dicom, ima, jpeg, jpg, png, tif, tiff, webp)"
+    assert joined.notes == (f"1 file was left out, because it is {kinds}: scan.xcf",)
     for name in "abc":
         (a_few / f"{name}.txt").touch()
     joined = join(world.folder("fedavg"), a_few, out=tmp_path / "four")
@@ -669,7 +668,9 @@ def bad_data(root: Path, source: Path) -> Iterator[tuple[str, Path, str]]:
     (root / "e.parquet").write_bytes(b"no table")
     yield "no table", root / "e.parquet", "cannot be read as Parquet"
     (root / "f.csv").write_text("a,b")
-    yield "no picture", root / "f.csv", "neither a folder nor a picture"
+    yield "no paths", root / "f.csv", "f.csv has no column of pictures that is known by name: a, b"
+    (root / "f.txt").write_text("a,b")
+    yield "no picture", root / "f.txt", "neither a folder nor a picture"
 
 
 def test_bad_data_get_one_sentence_and_nothing_is_written(world: World, a_few: Path, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from fedshift.engines.base import Compute, Reply, Score
 from fedshift.engines.schedule import Plan
 from fedshift.engines.sequential import Sequential
 from fedshift.experiment.schema import MethodSpec
-from fedshift.runs.session import RoundReport, Session
+from fedshift.runs.round import RoundReport
+from fedshift.runs.session import Session
 from fedshift.runs.setup import Setup
 from fedshift.store.state import State
 

@@ -139,8 +139,11 @@ def test_a_body_with_inner_activations_keeps_them() -> None:
 
     arch = stochastic(Arch.of(Telling, SHAPE))
     output = arch(arch.init(0), images().float())
-    assert set(output.aux) == {"inner", "deviation"}
+    assert set(output.aux) == {"inner", "deviation", "body"}
     assert output.aux["inner"].shape == output.aux["deviation"].shape == (6, 5)
+    assert torch.equal(
+        output.aux["body"], output.aux["inner"].tanh()
+    )  # what the head read before there was one more layer
 
 
 @pytest.mark.parametrize("name", ARCHS)

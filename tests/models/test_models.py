@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -293,3 +296,54 @@ def _same(one: Tensors, other: Tensors, tolerance: float = 1e-10) -> None:
         assert leaf.dtype == other[name].dtype
         worst, scale = (leaf - other[name]).abs().max(), other[name].abs().max().clamp(min=1)
         assert worst <= tolerance * scale, name
+
+
+def test_torchvisions_names_are_known(tmp_path: Path) -> None:
+    theirs = {
+        name.replace("head.", "fc.").removeprefix("body."): leaf + 1
+        for name, leaf in build("resnet18", {}, (3, 32, 32)).state_dict().items()
+    }
+    assert {"conv1.weight", "fc.weight"} <= set(theirs)
+    save_file(theirs, tmp_path / "theirs.safetensors")
+    loaded = build("resnet18", {"weights": str(tmp_path / "theirs.safetensors")}, (3, 32, 32)).state_dict()
+    assert all(torch.equal(leaf, loaded[f"body.{name}"]) for name, leaf in theirs.items() if not name.startswith("fc."))
+    assert torch.equal(loaded["head.weight"], theirs["fc.weight"])
+
+
+def test_weights_have_a_digest(tmp_path: Path) -> None:
+    path = tmp_path / "lenet.safetensors"
+    save_file(build("lenet", {"hidden": 8}, (1, 8, 8)).state_dict(), path)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    for given in (digest, digest[:16]):
+        build("lenet", {"hidden": 8, "weights": f"{path}#sha256={given}"}, (1, 8, 8))
+    with pytest.raises(UserError, match="is not what was asked for: its digest is"):
+        build("lenet", {"hidden": 8, "weights": f"{path}#sha256={'0' * 64}"}, (1, 8, 8))
+    with pytest.raises(UserError, match="behind #sha256= stand 16 to 64 letters"):
+        build("lenet", {"hidden": 8, "weights": f"{path}#sha256=abc"}, (1, 8, 8))
+
+
+def test_weights_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(build("lenet", {"hidden": 8}, (1, 8, 8)).state_dict(), path)
+    asked: list[tuple[str, str, str | None]] = []
+
+    def fetch(repository: str, file: str, revision: str | None) -> str:
+        asked.append((repository, file, revision))
+        if repository == "me/none":
+            raise ValueError("404: there is no such repository\nand more")
+        return str(path)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=fetch))
+    for weights in ("hub:me/net", "hub:me/net/a/b.safetensors@v1"):
+        build("lenet", {"hidden": 8, "weights": weights}, (1, 8, 8))
+    assert set(asked) == {("me/net", "model.safetensors", None), ("me/net", "a/b.safetensors", "v1")}
+    for weights, words in (
+        ("hub:net", "must be hub:OWNER/NAME"),
+        ("hub:me/net/pytorch_model.bin", "only safetensors files are read, not pytorch_model.bin"),
+        ("hub:me/none", "could not be fetched: 404: there is no such repository$"),
+    ):
+        with pytest.raises(UserError, match=words):
+            build("lenet", {"hidden": 8, "weights": weights}, (1, 8, 8))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UserError, match=r"need the hub's library: pip install \"fedshift\[hub\]\""):
+        build("lenet", {"hidden": 8, "weights": "hub:me/other"}, (1, 8, 8))

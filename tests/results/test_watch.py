@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from fedshift import UserError
 from fedshift.results.pages.live import Live
 from fedshift.results.pages.watch import Memory, state_of
 from fedshift.store.lock import RunLock
+from fedshift.store.seal import line_text
 from tests.browser import browser, errors, faults, ready, resize, until
 from tests.runs.test_run import go, lines, tiny
 
@@ -107,6 +109,33 @@ def test_planned_runs_wait_and_damaged_ones_are_named(folder: Path) -> None:
     assert state["rounds"] == 3 + 3 + 9
 
 
+def test_whatever_became_of_files_the_page_has_an_answer(folder: Path) -> None:
+    run = sorted(folder.glob("fedavg/*"))[0]
+    files = [folder / "plan.json", *(run / name for name in ("config.toml", "metrics.jsonl", "done"))]
+    for path in files:
+        content = path.read_bytes()
+        for other in (
+            b"",
+            content[:-20],
+            b"[1]\n",
+            b'{"runs": [{"folder": "x"}]}\n',
+            b"\xff",
+            b'{"round": "x", "bytes-up": 1}\n',
+        ):
+            path.write_bytes(other)
+            state = state_of(folder, Memory())
+            assert len(state["runs"]) == 2, path
+            assert json.loads(json.dumps(state, allow_nan=False)) == state
+            if path.name in ("config.toml", "metrics.jsonl") and other != b"":
+                assert state["counts"] == "1 damaged, 1 finished", (path, other)
+        path.unlink()
+        os.mkfifo(path)  # which never ends
+        json.dumps(state_of(folder, Memory()), allow_nan=False)
+        path.unlink()
+        path.write_bytes(content)
+    assert state_of(folder, Memory())["counts"] == "2 finished"
+
+
 def test_only_get_and_only_this_machine(folder: Path) -> None:
     with serving(folder) as server:
         assert server.server_address[0] == "127.0.0.1"
@@ -125,6 +154,9 @@ def test_only_get_and_only_this_machine(folder: Path) -> None:
 def test_a_port_in_use_and_a_folder_that_is_not_there_are_said(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no folder"):
         Live(tmp_path / "nowhere")
+    for port in (-1, 99999):
+        with pytest.raises(UserError, match=f"port {port} cannot be used .* choose another one with --port"):
+            Live(folder, port)
     with serving(folder) as server, pytest.raises(UserError, match="choose another one with --port"):
         Live(folder, server.server_port)
 
@@ -151,7 +183,7 @@ def test_the_page_follows_and_survives_restarts_of_either_side(folder: Path) -> 
             with RunLock(run):  # the run goes on
                 whole = "".join(json.dumps(line) + "\n" for line in lines_of_whole(run))
                 (run / "metrics.jsonl").write_text(
-                    whole + json.dumps({"round": 2, "bytes-up": 1, "train/loss": 0.25}) + "\n"
+                    whole + line_text({"round": 2, "bytes-up": 1, "train/loss": 0.25}, "3") + "\n"
                 )
                 until(lambda: "2 / 3" in driver.execute_script("return document.getElementById('runs').innerText"))
                 assert "0.250" in driver.execute_script("return document.getElementById('runs').innerText")

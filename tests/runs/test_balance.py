@@ -73,7 +73,7 @@ def test_what_it_does_not_reach_is_said_once_under_the_table(tmp_path: Path) -> 
     assert not [note for note in quiet.notes if "[train] balance" in note]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["sampler", *(pytest.param(w, marks=pytest.mark.grid) for w in WAYS if w != "sampler")])
 def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     experiment = small(train={"balance": way}, method=[{"name": "finetune"}])
     step = Session.step
@@ -92,6 +92,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch
     check_identical(contents(whole.folders[0]), contents(resumed.folders[0]))
 
 
+@pytest.mark.grid
 def test_rare_digits_are_found_more_often() -> None:
     """Digits 5 to 9 are a twentieth of the others at every client: what benchmarks/imbalance.py measures, once."""
     balanced = {}

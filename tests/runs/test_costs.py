@@ -43,7 +43,7 @@ from tests.runs.test_run import POOL, command, go, lines, tiny
 RAGGED = (33, 7, 1, 20, 40)  # samples of the clients; a batch has eight
 BATCH, EPOCHS = 8, 2
 TRAIN = {"lr": 0.1, "batch-size": BATCH, "local-epochs": EPOCHS}
-ALEXNET = 12_974_154  # parameters for ten classes, methods.md 6.2
+ALEXNET = 12_974_154  # parameters for ten classes, as in FDSE's Table 4
 NORMALISED = 64 + 192 + 384 + 256 + 256 + 1024 + 1024  # channels that AlexNet's BatchNorms see
 
 
@@ -264,7 +264,7 @@ def test_what_cannot_be_counted_leaves_an_empty_cell_and_a_note(tmp_path: Path) 
 # ---- bytes ----------------------------------------------------------------------------------------------------------------
 BODY, NORM, HEAD, FEATURES = 192 * 4, 4 * 4, 4 * 3 + 3, 4  # NORM: scale, shift, mean and variance
 P = BODY + NORM + HEAD
-TRAVELS: dict[str, tuple[int, int | None]] = {  # floats each way, and given away at the end; methods.md, appendix B
+TRAVELS: dict[str, tuple[int, int | None]] = {  # floats each way, and given away at the end
     "fedavg": (P, 0),
     "scaffold": (2 * P - NORM // 2, 0),  # statistics have no control variate
     "fedbn": (P - NORM, NORM),

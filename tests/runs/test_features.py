@@ -368,7 +368,7 @@ def test_show_draws_pictures(
     assert "Accuracy in %" not in said
     command(monkeypatch, capsys, "show", tmp_path, "--picture", "results")
     assert (tmp_path / "results.png").is_file()
-    assert "there is no picture 'pie'; there are: results, densities, map, radar, tsne" in error_of(
+    assert "there is no picture 'pie'; there are: results, densities, map, radar, privacy, tsne" in error_of(
         monkeypatch, capsys, "show", tmp_path, "--picture", "pie"
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,8 @@ from fedshift.cli import app
 from fedshift.measures.measurement import Measurement
 from fedshift.results.plain import Screen
 from fedshift.runs.notebook import Notebook, usual
-from fedshift.runs.progress import Silent
+from fedshift.runs.progress import Silent, Terminal
+from fedshift.store.folder import RunFolder
 from fedshift.store.metric import Metric
 
 SMALL: dict[str, Any] = {
@@ -205,6 +208,69 @@ def test_a_notebook_has_a_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert '<progress value="1" max="2"' in "".join(data["text/html"] for data in page.shown)
     assert texts[-1].startswith("1 runs (fedavg), 2 rounds, engine ")
     assert "<progress" not in page.shown[-1]["text/html"]
+
+
+class Moves(Silent):
+    """Remembers how far everything was."""
+
+    def __init__(self) -> None:
+        self.training: list[float] = []
+        self.scoring: list[float] = []
+
+    def moved(self, run: str, share: float, training: bool) -> None:
+        assert run == "fedavg seed 0"
+        (self.training if training else self.scoring).append(share)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vmapped", pytest.param("parallel", marks=pytest.mark.system)])
+def test_there_is_movement_inside_a_round_and_while_adapters_are_scored(
+    engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("fedshift.engines.pulse.PAUSE", 0.0)
+    moves = Moves()
+    fedshift.run(Experiment(**SMALL, train={"batch-size": 5}), out=tmp_path, engine=engine, reporter=moves)
+    first = moves.training[: moves.training.index(1.0) + 1]
+    assert len(first) > 2
+    assert first == sorted(first)
+    assert moves.training.count(1.0) >= 2  # of two rounds
+    assert any(0 < share < 1 for share in moves.scoring)
+
+
+def test_the_time_left_is_known_after_the_first_batches() -> None:
+    screen = Screen(file=io.StringIO(), force_terminal=True, width=120)
+    bar = Terminal(screen)
+    bar.plan([("fedavg", 0, 10)], "sequential", "cpu")
+    bar.begin("fedavg seed 0", 2, 10)
+    assert "-:-- left" in shown(bar)
+    for share in (0.1, 0.2):
+        bar.moved("fedavg seed 0", share, True)
+    assert re.search(r" 2/10 rounds .* \d+:\d\d left", shown(bar))
+    bar.round("fedavg seed 0", 3, 0.5, 80.0)
+    assert "3/10" in shown(bar)
+    bar.doing("fedavg seed 0: adapter tent")
+    bar.moved("fedavg seed 0", 0.5, False)
+    assert "fedavg seed 0: adapter tent: 50%, 0:00 left" in shown(bar)
+    bar.close()
+
+
+def shown(bar: Terminal) -> str:
+    """The bar as it is on the screen."""
+    screen = Screen(file=io.StringIO(), width=140)
+    screen.print(bar._bar.get_renderable())
+    return screen.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_checkpoint_is_never_more_than_a_minute_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kept: list[int] = []
+    save = RunFolder.checkpoint
+    monkeypatch.setattr(RunFolder, "checkpoint", lambda *given: (kept.append(given[1].round), save(*given)))
+    rare = {**SMALL, "rounds": 3, "checkpoint-every": 100}
+    fedshift.run(Experiment(**rare), out=tmp_path / "fast")
+    assert kept == [0, 3]
+    kept.clear()
+    monkeypatch.setattr("fedshift.runs.train.OLDEST", 0.0)  # every round takes longer
+    fedshift.run(Experiment(**rare), out=tmp_path / "slow")
+    assert kept == [0, 1, 2, 3]
 
 
 def test_scripts_stay_silent_and_notebooks_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

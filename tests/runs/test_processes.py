@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from fedshift.engines.scratch import Scratch, sweep
+from tests.forks import Forked, Forks
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.system
@@ -53,6 +54,7 @@ def environment(place: Path, **more: str) -> dict[str, str]:
 
 
 def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
+    """The program as it is installed, in an interpreter of its own."""
     return subprocess.Popen(
         [sys.executable, str(place / "bin" / "fedshift"), *arguments],
         cwd=place / "here",
@@ -82,14 +84,14 @@ def workers(place: Path) -> list[int]:
 
 
 def wait_for(
-    what: str, reached: object, seconds: float, process: subprocess.Popen[str] | None = None, place: Path | None = None
+    what: str, reached: Callable[[], object], seconds: float, process: Forked | None = None, place: Path | None = None
 ) -> None:
     until = time.monotonic() + seconds
-    while not reached():  # type: ignore[operator]
+    while not reached():
         if process is not None and process.poll() is not None:
-            raise AssertionError(f"it ended before {what}: {process.stderr.read()}")  # type: ignore[union-attr]
+            raise AssertionError(f"it ended before {what}: {process.err}")
         assert time.monotonic() < until, f"still not: {what} ({family(place) if place else ''})"
-        time.sleep(0.1)
+        time.sleep(0.02)
 
 
 def leftovers(place: Path, number: int) -> list[Path]:
@@ -102,19 +104,18 @@ def written(place: Path) -> dict[Path, tuple[int, int]]:
 
 
 @pytest.fixture
-def endless(place: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
-    """A program in the middle of its work, workers and all."""
-    way = WAYS[request.param]
-    process = start(place, "run", "small.toml", "--out", "runs", *way, *ENDLESS)
+def endless(place: Path, request: pytest.FixtureRequest, forks: Forks) -> Iterator[Forked]:
+    """A program in the middle of its work, workers and all; they are interpreters of their own, it is not."""
+    way, known = WAYS[request.param], {**environment(place), "FEDSHIFT_MARK": str(place)}
+    process = forks.start("run", "small.toml", "--out", "runs", *way, *ENDLESS, cwd=place / "here", env=known)
     try:
         begun = lambda: len(list((place / "here").rglob("ckpt-*.safetensors")))  # noqa: E731
         wait_for("its rounds", lambda: begun() and len(workers(place)) >= 2, 120, process)
         yield process
     finally:
+        process.end()
         for number in family(place):
             os.kill(number, signal.SIGKILL)
-        process.wait()
-        process.stderr.close()  # type: ignore[union-attr]
         for path in leftovers(place, process.pid):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -123,28 +124,29 @@ both = pytest.mark.parametrize("endless", list(WAYS), indirect=True)
 
 
 @both
-def test_children_end_with_a_killed_parent(endless: subprocess.Popen[str], place: Path) -> None:
-    assert leftovers(place, endless.pid)
-    endless.kill()
-    endless.wait()
+def test_children_end_with_a_killed_parent(endless: Forked, place: Path, forks: Forks) -> None:
+    left = leftovers(place, endless.pid)
+    assert left
+    endless.send_signal(signal.SIGKILL)
+    assert endless.wait() == -signal.SIGKILL
     wait_for("everybody's end", lambda: not family(place), 5, place=place)
     before = written(place)
     time.sleep(1)
     assert written(place) == before
-    left = leftovers(place, endless.pid)
-    assert left
-    again = start(place, "run", "small.toml", "--out", "others", "--engine", "sequential", *SMALL)
-    assert again.wait(120) == 0, again.stderr.read()  # type: ignore[union-attr]
-    again.stderr.close()  # type: ignore[union-attr]
+    words = ["run", "small.toml", "--out", "others", "--engine", "sequential", *SMALL]
+    again = forks.start(*words, cwd=place / "here", env=environment(place))
+    assert again.wait(120) == 0, again.err
     assert not [path for path in left if path.exists()]
 
 
 @both
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_request_to_end(endless: subprocess.Popen[str], place: Path, number: signal.Signals) -> None:
+def test_a_request_to_end(endless: Forked, place: Path, number: signal.Signals) -> None:
     endless.send_signal(number)
     assert endless.wait(10) == 128 + number
-    assert endless.stderr.read().strip() == "stopped; add --resume to go on from the last checkpoint"  # type: ignore[union-attr]
+    said = endless.err.strip()
+    assert said.startswith("stopped; go on from the last checkpoint with: fedshift run small.toml ")
+    assert said.endswith(" --resume")
     wait_for("everybody's end", lambda: not family(place), 5, place=place)
     before = written(place)
     time.sleep(1)
@@ -153,11 +155,11 @@ def test_a_request_to_end(endless: subprocess.Popen[str], place: Path, number: s
 
 
 @both
-def test_a_killed_worker_is_one_sentence(endless: subprocess.Popen[str], place: Path) -> None:
+def test_a_killed_worker_is_one_sentence(endless: Forked, place: Path) -> None:
     for number in workers(place):
         os.kill(number, signal.SIGKILL)
     assert endless.wait(20) == 2
-    said = endless.stderr.read().strip()  # type: ignore[union-attr]
+    said = endless.err.strip()
     assert "was ended by signal 9 (SIGKILL), most likely for want of memory" in said
     assert "Warning" not in said
     assert "\n" not in said

@@ -950,6 +950,7 @@ def test_clients_that_diverge_are_named_and_left_out(tmp_path: Path) -> None:
         assert torch.equal(leaf, start[name])  # nobody was sound, so the server stays where it was
 
 
+@pytest.mark.grid
 def test_every_method_that_can_run_here_runs_from_words_alone(tmp_path: Path) -> None:
     arch = Arch.of(MLP(hidden=(4,)).make((3, 8, 8), 3), (3, 8, 8), "mlp")
     able = [name for name in METHODS if missing_for_method(name, METHODS[name].make.requires, arch) is None]

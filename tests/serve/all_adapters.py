@@ -21,6 +21,6 @@ if __name__ == "__main__":
     ]
     options = Options(
         address=Address(port=0), state=Path(state), fit_on=Path(fit_on), rate=1e6, limits=Limits(seconds=1.0),
-        keeping=Keeping(images=1000, seconds=60, deadline=2.0),
+        keeping=Keeping(images=1000, seconds=60, deadline=1.0),
     )  # fmt: skip
     serve(services, options, lambda url: print(f"Page: {url}", flush=True))

@@ -114,3 +114,32 @@ def test_a_full_queue_refuses() -> None:
             return said.value.status
 
     assert asyncio.run(full()) == 503
+
+
+def test_whoever_has_arrived_is_answered_together() -> None:
+    """Requests that the event loop has still to read join those that wait, however many turns that takes."""
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+    async def asked() -> list[list[int]]:
+        sizes: list[list[int]] = []
+
+        def work(items: list[int]) -> list[int]:
+            sizes.append(items)
+            return items
+
+        with ThreadPoolExecutor(1) as pool:
+            batcher: Batcher[int, int] = Batcher(work, pool, None, 0.0)
+            running = asyncio.create_task(batcher.run())
+
+            async def late(number: int) -> int:
+                for _ in range(number):
+                    await asyncio.sleep(0)
+                return await batcher.ask(number, 1)
+
+            found = await asyncio.gather(*(late(number) for number in range(6)))
+            assert found == list(range(6))
+            running.cancel()
+        return sizes
+
+    assert asyncio.run(asked()) == [list(range(6))]

@@ -15,12 +15,15 @@ CLASSES = 10
 RATE = 1e-6
 
 
-def population(count: int, seed: int, away: float = 0.0, only: int | None = None) -> tuple[Output, torch.Tensor]:
-    """Features around ten class means, logits that mostly know the class."""
+def population(
+    count: int, seed: int, away: float = 0.0, only: int | None = None, new: bool = False
+) -> tuple[Output, torch.Tensor]:
+    """Features around ten class means, or around that of a new class; logits that mostly know the ten."""
     draw = np.random.default_rng(seed)
     labels = draw.integers(0, CLASSES, count) if only is None else np.full(count, only)
     means = np.random.default_rng(99).normal(0, 2, (CLASSES, 16))
-    features = means[labels] + draw.normal(0, 1, (count, 16)) + away
+    centres = np.random.default_rng(98).normal(0, 2, (1, 16)) if new else means[labels]
+    features = centres + draw.normal(0, 1, (count, 16)) + away
     logits = features @ means.T / 4 - (means**2).sum(1) / 8
     return Output(torch.tensor(logits), torch.tensor(features), {}, {}), torch.tensor(labels)
 
@@ -110,8 +113,11 @@ def test_unknown_is_said_of_ordinary_images_no_more_often_than_stated(validation
         output, _ = population(2000, 500 + seed)
         shares.append(familiarity.of(energy_of(output.logits).numpy(), output.features).unknown.mean())
     assert np.mean(shares) <= familiarity.rate * 1.25
-    strange, _ = population(100, 3, away=8.0)
-    assert familiarity.of(energy_of(strange.logits).numpy(), strange.features).unknown.mean() > 0.95
+    for strange, _ in (
+        population(100, 3, away=8.0),
+        population(100, 4, new=True),
+    ):  # unlike anything; a class nobody had
+        assert familiarity.of(energy_of(strange.logits).numpy(), strange.features).unknown.mean() > 0.95
 
 
 def test_few_validation_images_state_a_higher_rate() -> None:

@@ -34,7 +34,7 @@ from fedshift.serve.opening import open_service, service_of
 from fedshift.serve.service import Service, Settings
 from tests.data.test_dicom import RAMP, dicom
 from tests.serve.conftest import METHODS, World
-from tests.serve.servers import Server, png, served, started
+from tests.serve.servers import ROOT, Server, png, served, started
 
 pytestmark = pytest.mark.system
 PICTURE = {"Content-Type": "image/png"}
@@ -130,30 +130,24 @@ def test_requests_of_many_are_answered_together_in_the_order_of_arrival(everythi
     batches: dict[int, list[int]] = {}
     for number, answer in found:
         batches.setdefault(answer["batch"], []).append(number)
-    assert sorted(map(len, batches.values())) == [8]  # within the deadline of this process, two seconds
+    assert sorted(map(len, batches.values())) == [8]  # within the deadline of this process, one second
     assert service.together == 32
 
 
-def test_a_lone_request_waits_no_longer_than_the_deadline(world: World, tmp_path: Path) -> None:
+def test_a_lone_request_waits_no_longer_than_the_deadline(everything: Server, world: World) -> None:
     images, _ = world.stream()
-    with served(
-        world.folder("fedbn"), tmp_path, "--adapter", "tent", "--deadline", "300", "--fall-back", "never"
-    ) as server:
-        with contextlib.closing(server.connect()) as connection:
-            server.ask("POST", "/predict", png(images[0]), PICTURE, connection)
-            spent = []
-            for image in images[1:4]:
-                before = time.perf_counter()
-                status, told = server.ask("POST", "/predict", png(image), PICTURE, connection)
-                spent.append(time.perf_counter() - before)
-                assert (status, told["answers"][0]["did"]) == (200, "adapted")
-        assert 0.25 < min(spent) < 0.6
+    with contextlib.closing(everything.connect()) as connection:
+        before = time.perf_counter()
+        status, told = everything.ask("POST", "/tent/predict", png(images[0]), PICTURE, connection)
+        spent = time.perf_counter() - before
+    assert (status, told["answers"][0]["did"]) == (200, "adapted")
+    assert 0.95 < spent < 1.5  # the deadline of this process is a second, and Tent wants 32 images
 
 
 def test_sigkill_loses_at_most_the_last_interval(world: World, tmp_path: Path) -> None:
     images, _ = world.stream()
     pictures = [png(image) for image in images]
-    options = ("--adapter", "t3a", "--save-every", "20", "--save-seconds", "0.5", "--fall-back", "never")
+    options = ("--adapter", "t3a", "--save-every", "20", "--save-seconds", "0.3", "--fall-back", "never")
     answered = 0
     with served(world.folder("fedbn"), tmp_path, *options) as server:
         ended = threading.Event()
@@ -173,7 +167,7 @@ def test_sigkill_loses_at_most_the_last_interval(world: World, tmp_path: Path) -
 
         with ThreadPoolExecutor(8) as pool:
             counts = [pool.submit(load, number) for number in range(8)]
-            time.sleep(2.5)
+            time.sleep(1.5)
             server.kill()
             ended.set()
             answered = sum(count.result() for count in counts)
@@ -186,7 +180,7 @@ def test_sigkill_loses_at_most_the_last_interval(world: World, tmp_path: Path) -
         history.load(version.number)
     last = versions[-1]
     lost = answered - last.seen
-    assert lost <= 20 + 0.5 * 250 + 64  # the interval, and what was under way
+    assert lost <= 20 + 0.3 * 250 + 64  # the interval, and what was under way
     with served(world.folder("fedbn"), tmp_path, *options) as server:
         status, told = server.ask("GET", "/status")
         assert status == 200
@@ -195,6 +189,8 @@ def test_sigkill_loses_at_most_the_last_interval(world: World, tmp_path: Path) -
         status, told = server.ask("POST", "/predict", pictures[0], PICTURE)
         assert told["answers"][0]["did"] == "adapted"
         assert server.ask("GET", "/status")[1]["seen"] == last.seen + 1
+    files = {path.suffix or path.name for path in folder.rglob("*") if path.is_file()}
+    assert files <= {".safetensors", ".json", ".sqlite", ".sqlite-wal", ".sqlite-shm", ".lock"}  # no image among them
     log = (tmp_path / "log.txt").read_text()
     assert "Traceback" not in log
     assert history.versions()[-1].why == "stopped"
@@ -249,6 +245,14 @@ def test_bad_requests_get_one_sentence_and_the_server_lives(everything: Server, 
     assert "Traceback" not in everything.log.read_text()
 
 
+def answered_or_sent_away(server: Server, picture: bytes) -> int | None:
+    """The status, or None where the connection was closed."""
+    try:
+        return server.ask("POST", "/none/predict", picture, PICTURE)[0]
+    except (OSError, http.client.HTTPException):
+        return None
+
+
 def test_oversized_and_slow_bodies_and_a_thousand_connections(everything: Server, world: World) -> None:
     host, port = everything.connect().host, everything.connect().port
     status, told = everything.ask("POST", "/none/predict", bytes(8), {"Content-Length": str(1 << 40), **PICTURE})
@@ -260,9 +264,11 @@ def test_oversized_and_slow_bodies_and_a_thousand_connections(everything: Server
     try:
         for _ in range(1000):
             crowd.append(socket.create_connection((host, port), 10))
-        time.sleep(1.5)  # those that say nothing are sent away
-        images, _ = world.stream()
-        assert everything.ask("POST", "/none/predict", png(images[0]), PICTURE)[0] == 200
+        picture, end = png(world.stream()[0][0]), time.monotonic() + 10
+        while (status := answered_or_sent_away(everything, picture)) != 200:  # those that say nothing are sent away
+            assert status in (None, 503)
+            assert time.monotonic() < end
+            time.sleep(0.1)
     finally:
         for one in crowd:
             one.close()
@@ -296,6 +302,16 @@ def test_all_that_can_be_sent_gives_the_same_answer(everything: Server, world: W
     assert everything.ask("POST", "/none/predict", jpeg.read_bytes(), {"Content-Type": "image/jpeg"})[0] == 200
 
 
+def test_the_client_of_the_documentation(everything: Server, world: World) -> None:
+    text = (ROOT / "docs" / "how-to" / "serve.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+    names: dict[str, Any] = {}
+    exec(code, names)
+    told = names["predict"](png(world.stream()[0][0]), "scan-17", f"{everything.url}/none")
+    assert (told["id"], told["label"] in (*world.task.classes, "unknown")) == ("scan-17", True)
+
+
 def test_feedback_history_and_metrics(everything: Server, world: World) -> None:
     samples = world.task.samples(world.task.client("paper"), "corrupted")
     labels = [world.task.classes[code] for code in samples.labels[samples.index].tolist()]
@@ -309,6 +325,8 @@ def test_feedback_history_and_metrics(everything: Server, world: World) -> None:
     assert (status, told["noted"], told["missing"]) == (200, len(set(ids.tolist())), [])
     by_id = {answer["id"]: answer for answer in answers}
     truth = {entry["id"]: entry["label"] for entry in entries}
+    assert told["accuracy"]["adapted"] == told["accuracy"]["served"]  # it never falls back here
+    assert set(told["accuracy"]["frozen"]["by-class"]) == set(labels)
     for who, key in (("served", "class"), ("frozen", "frozen")):
         right = np.mean([by_id[name][key] == label for name, label in truth.items()])
         assert told["accuracy"][who]["accuracy"] == pytest.approx(right)
@@ -377,8 +395,9 @@ def test_a_browser_opens_the_page_without_errors(everything: Server, world: Worl
     if chromium is None:
         pytest.skip("no browser")
     images, _ = world.stream()
-    for image in images[:6]:
-        everything.ask("POST", "/none/predict", png(image), PICTURE)
+    shown_first = next(iter(everything.ask("GET", "/clients")[1]))
+    for image in images[:2]:
+        everything.ask("POST", f"/{shown_first}/predict", png(image), PICTURE)
     shown = subprocess.run(
         [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run",
          "--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path}", "--enable-logging=stderr",

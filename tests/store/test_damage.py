@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import fedshift
 from fedshift import Experiment, Result, UserError
 from fedshift.cli import main
 from fedshift.inspect.overhead import overhead
 from fedshift.results.collect import collect
+from fedshift.runs.open import choose_run
 from fedshift.runs.session import Session
+from fedshift.store.features import Features
 from fedshift.store.files import Damaged
 from fedshift.store.folder import RunFolder, find_runs
+from fedshift.store.lines import RoundLine
+from fedshift.store.plans import in_order, planned
+from fedshift.store.seal import line_text, table_text
 from fedshift.store.trees import load, save
 from tests.runs.test_run import go
 from tests.test_resume import check_identical, contents
@@ -83,12 +91,31 @@ def as_folder(path: Path) -> None:
     path.mkdir()
 
 
+def as_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def as_link(target: str) -> Callable[[Path], object]:
+    def link(path: Path) -> None:
+        path.unlink()
+        path.symlink_to(target)
+
+    return link
+
+
 WAYS: dict[str, Callable[[Path], object]] = {
     "emptied": lambda path: path.write_bytes(b""),
     "halved": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "flipped": flipped,
     "a table": lambda path: path.write_text('{"a": {"b": [1, null]}}\n'),
 }
+NO_FILES: dict[str, Callable[[Path], object]] = {
+    "a folder": as_folder,
+    "a pipe": as_pipe,
+    "a device": as_link("/dev/zero"),
+    "a link to itself": lambda path: as_link(path.name)(path),
+}  # of a pipe and of a device nobody ever reaches the end
 
 
 # ---- what can be made again ----------------------------------------------------------------------------------------------
@@ -228,14 +255,18 @@ def test_a_folder_in_the_place_of_a_file_is_not_removed(runs: Path) -> None:
 
 # ---- reading -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "done", "adapters/none.jsonl", "costs.json"])
-@pytest.mark.parametrize("way", [*WAYS, "a folder"])
+@pytest.mark.parametrize("way", [*WAYS, *NO_FILES])
 def test_one_damaged_file_does_not_hide_other_runs(
     name: str, way: str, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    {**WAYS, "a folder": as_folder}[way](folder_of(runs) / name)
+    {**WAYS, **NO_FILES}[way](folder_of(runs) / name)
     result = collect(find_runs(runs))
     assert "fedavg" in [row.method for row in result.rows]
-    assert any(note.startswith("left out: ") and str(folder_of(runs) / name) in note for note in result.notes)
+    there = os.path.exists(folder_of(runs) / name)  # a link to itself is not
+    named = any(note.startswith("left out: ") and str(folder_of(runs) / name) in note for note in result.notes)
+    assert named or (
+        not there and name in ("done", "costs.json")
+    )  # a run without them is not finished, or has no ledger
     assert "fedavg" in [one for one, _, _ in overhead(runs, 5.0).runs]
     monkeypatch.setattr("sys.argv", ["fedshift", "show", str(folder_of(runs) / name / "..")])
     with pytest.raises(SystemExit):
@@ -243,8 +274,105 @@ def test_one_damaged_file_does_not_hide_other_runs(
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("way", NO_FILES)
+@pytest.mark.parametrize("name", ["best.safetensors", "features.safetensors", "artefacts/east/model.safetensors"])
+def test_a_state_that_is_no_file_is_damaged(name: str, way: str, runs: Path) -> None:
+    path = folder_of(runs) / name
+    NO_FILES[way](path)
+    reads = {
+        "best.safetensors": lambda: RunFolder(folder_of(runs)).best(CPU),
+        "features.safetensors": lambda: Features.load(path),
+        "artefacts/east/model.safetensors": lambda: fedshift.load(path.parent),
+    }
+    with pytest.raises(Damaged, match=rf"{name} is damaged \(it is (a folder|no file|a link to itself)\)"):
+        reads[name]()
+
+
+VALUES: dict[str, Callable[[Any], None]] = {  # whoever seals them anew may have made a mistake, or mean ill
+    "metrics.jsonl round": lambda lines: lines[0].update({"round": "x"}),
+    "metrics.jsonl loss": lambda lines: lines[0].update({"train/loss": []}),
+    "metrics.jsonl seconds": lambda lines: lines[0].update({"seconds": True}),
+    "metrics.jsonl score": lambda lines: lines[1].update({"global/val/clients": {"client-mean": "x"}}),
+    "adapters/none.jsonl metric": lambda lines: lines[0].update({"metric": 3}),
+    "adapters/none.jsonl client": lambda lines: lines[0]["by-client"].update({"east": [1, [], 0.0]}),
+    "adapters/none.jsonl more than all": lambda lines: lines[0]["by-client"].update({"east": [1, 2, 0.0]}),
+    "adapters/none.jsonl counts": lambda lines: lines[0]["whole"]["confusion"].__setitem__(0, 10**30),
+    "adapters/none.jsonl number": lambda lines: lines[0]["whole"].update({"loss": "x"}),
+    "costs.json bytes": lambda table: table.update({"bytes-up": "x"}),
+    "costs.json steps": lambda table: table.update({"steps": 3}),
+    "done seed": lambda table: table.update({"seed": "x"}),
+}
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_values_of_another_kind_are_damage_too(value: str, runs: Path) -> None:
+    path = folder_of(runs) / value.partition(" ")[0]
+    if path.suffix == ".jsonl":
+        read = [json.loads(line) for line in path.read_text().splitlines()]
+        places = [line.pop("seal").split()[0] for line in read]
+        VALUES[value](read)
+        path.write_text("".join(line_text(line, place) + "\n" for line, place in zip(read, places, strict=True)))
+    else:
+        read = json.loads(path.read_text())
+        del read["seal"]
+        VALUES[value](read)
+        path.write_text(table_text(read))
+    result = collect(find_runs(runs))
+    assert "fedavg" in [row.method for row in result.rows]
+    assert any(note.startswith("left out: ") and str(path) in note for note in result.notes)
+
+
+def test_what_is_written_follows_no_link(runs: Path, tmp_path: Path) -> None:
+    """A run folder of somebody else's may hold links to what is ours."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "none.jsonl").write_text("mine")
+    (tmp_path / "mine.txt").write_text("mine")
+    folder = folder_of(runs)
+    shutil.rmtree(folder / "adapters")
+    (folder / "adapters").symlink_to(tmp_path / "mine", target_is_directory=True)
+    for options in ({}, {"restart": True}):
+        with pytest.raises(Damaged, match=r"adapters is damaged \(it is a link, which may lead anywhere\); remove it"):
+            again(runs, **options)
+    as_link(str(tmp_path / "mine.txt"))(folder / "metrics.jsonl")
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be written"):
+        RunFolder(folder).log(RoundLine(9), 9)
+    assert (tmp_path / "mine" / "none.jsonl").read_text() == "mine"
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_what_killed_processes_left_beside_the_plan_is_swept(runs: Path) -> None:
+    (runs / "small" / ".plan.json.123").write_text("half")
+    again(runs)
+    assert not list((runs / "small").glob(".*"))
+
+
+def test_a_damaged_run_is_not_passed_over_where_one_is_wanted(runs: Path) -> None:
+    WAYS["halved"](folder_of(runs) / "config.toml")
+    for method in ("fedbn", None):
+        with pytest.raises(Damaged, match=r"fedbn/.*config\.toml is damaged"):
+            choose_run(runs, method)
+    assert choose_run(runs, "fedavg") == folder_of(runs, "fedavg")
+
+
 def test_a_settings_file_may_be_edited_by_who_says_so(runs: Path) -> None:
     path = folder_of(runs) / "config.toml"
     text, mark, _ = path.read_text().partition("# seal: ")
     path.write_text(text.replace("checkpoint-every = 1", "checkpoint-every = 2") + mark + "edited\n")
     assert len(collect(find_runs(runs)).folders) == 2
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a folder", "other JSON", "no JSON"])
+def test_a_plan_that_is_none_is_no_plan(tmp_path: Path, kind: str) -> None:
+    """It is about an order alone; nobody waits for the end of a pipe."""
+    plan, run = tmp_path / "plan.json", tmp_path / "fedavg" / "0-abc"
+    run.mkdir(parents=True)
+    made = {
+        "a pipe": lambda: os.mkfifo(plan),
+        "a device": lambda: plan.symlink_to("/dev/zero"),
+        "a folder": plan.mkdir,
+        "other JSON": lambda: plan.write_text('["runs"]'),
+        "no JSON": lambda: plan.write_text("{"),
+    }
+    made[kind]()
+    assert planned(run) == {}
+    assert in_order([run]) == [run]

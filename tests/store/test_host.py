@@ -221,7 +221,13 @@ def test_a_small_torture(tmp_path: Path) -> None:
     """A few of everything that ``benchmarks/torture.py`` does by the hundred."""
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
-    for words in (["kills", "--count", "4"], ["doubles", "--count", "1"], ["damage", "--step", "60"]):
+    few = (
+        ["kills", "--count", "4"],
+        ["doubles", "--count", "3"],
+        ["orphans", "--count", "2"],
+        ["damage", "--step", "60"],
+    )
+    for words in few:
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.torture", *words],
             env=environment,

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from fedshift import Experiment, UserError, run
 from fedshift.store import lock
 from fedshift.store.folder import find_runs
 from fedshift.store.lock import LOCK, Occupied, Owner, RunLock, locked, owner_of
+from tests.forks import Forked, Forks
 from tests.test_resume import check_identical, contents
 
 ME = f"process {os.getpid()} on {re.escape(platform.node())} since \\d\\d:\\d\\d"
@@ -116,6 +117,49 @@ def test_a_lock_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         raise AssertionError
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"pid": "x"}', "[" * 5000, "\0" * 50]
+    + [
+        json.dumps(
+            {"pid": 1, "host": "x", "since": "2024-03-02T20:15:00+00:00", "started": "", "way": "flock", **wrong}
+        )
+        for wrong in (
+            {"pid": 10**30},
+            {"pid": -1},
+            {"pid": True},
+            {"since": "x"},
+            {"since": 3},
+            {"host": 3},
+            {"way": "x"},
+        )
+    ],
+)
+def test_whatever_stands_in_a_lock(text: str, tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_text(text)
+    assert owner_of(tmp_path) is None
+    with RunLock(tmp_path):
+        assert owner_of(tmp_path).pid == os.getpid()  # type: ignore[union-attr]
+
+
+def test_a_lock_that_is_no_file_is_left_alone(tmp_path: Path) -> None:
+    """Taking a lock empties its file: in a folder of somebody else's it may be a link to ours."""
+    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / LOCK).symlink_to(tmp_path / "mine.txt")
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / LOCK)
+    (tmp_path / "folder" / LOCK).mkdir(parents=True)
+    for name in ("link", "pipe", "folder"):
+        assert owner_of(tmp_path / name) is None
+        with (
+            pytest.raises(UserError, match=rf"{name}/\.lock is no file of fedshift's; remove it"),
+            RunLock(tmp_path / name),
+        ):
+            raise AssertionError
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"), RunLock(tmp_path / "file"):
@@ -158,101 +202,95 @@ SETTINGS = [
 ]  # fmt: skip
 
 
-def started(out: Path, *more: str) -> subprocess.Popen[str]:
-    changes = [part for setting in SETTINGS for part in ("-c", setting)]
-    line = [sys.executable, "-m", "fedshift.cli", "run", *changes, "--out", str(out), "--engine", "sequential", *more]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+@pytest.fixture
+def begin(forks: Forks) -> Iterator[Callable[..., Forked]]:
+    """Starts the experiment; nobody outlives the test."""
+    processes: list[Forked] = []
+
+    def begun(out: Path, *more: str) -> Forked:
+        changes = [part for setting in SETTINGS for part in ("-c", setting)]
+        processes.append(forks.start("run", *changes, "--out", out, "--engine", "sequential", *more))
+        return processes[-1]
+
+    yield begun
+    for process in processes:
+        process.end()
 
 
-def writing(out: Path, process: subprocess.Popen[str], lines: int = 6) -> Owner:
+def writing(out: Path, process: Forked, lines: int = 6) -> Owner:
     """The owner of the run, once it has come so far."""
-    for _ in range(1200):
-        assert process.poll() is None, process.stderr.read()  # type: ignore[union-attr]
+    for _ in range(12000):
+        assert process.poll() is None, process.err
         for metrics in out.rglob("metrics.jsonl"):
             owner = owner_of(metrics.parent)
             if owner is not None and len(metrics.read_text().splitlines()) >= lines:
                 return owner
-        time.sleep(0.05)
+        time.sleep(0.005)
     raise AssertionError("it never began")
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
     """A run that nobody disturbed."""
     out = tmp_path_factory.mktemp("whole")
-    process = started(out)
-    assert process.communicate()[1] == ""
-    assert process.returncode == 0
+    changes = [part for setting in SETTINGS for part in ("-c", setting)]
+    process = forks.start("run", *changes, "--out", out, "--engine", "sequential")
+    assert process.wait() == 0
+    assert process.err == ""
     return out
-
-
-@pytest.fixture
-def stopped() -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that a test holds still; they never outlive it."""
-    processes: list[subprocess.Popen[str]] = []
-    yield processes
-    for process in processes:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_nobody_gets_between_a_run_and_its_folder(
-    tmp_path: Path, whole: Path, stopped: list[subprocess.Popen[str]], jobs: str
+    tmp_path: Path, whole: Path, begin: Callable[..., Forked], jobs: str
 ) -> None:
-    first = started(tmp_path, "--jobs", jobs)
-    stopped.append(first)
+    first = begin(tmp_path, "--jobs", jobs)
     owner = writing(tmp_path, first)
     assert (owner.pid == first.pid) == (jobs == "1")  # with --jobs the process that writes is the owner
     os.kill(owner.pid, signal.SIGSTOP)  # it must still be at it when the others come
     for option in (["--resume"], ["--restart"], []):
-        other = started(tmp_path, *option)
-        _, errors = other.communicate(timeout=120)
-        assert other.returncode == 2
-        assert f"is being trained by process {owner.pid} on {platform.node()} since" in errors
-        assert "interrupted" not in errors
+        other = begin(tmp_path, *option)
+        assert other.wait(120) == 2
+        assert f"is being trained by process {owner.pid} on {platform.node()} since" in other.err
+        assert "interrupted" not in other.err
     with pytest.raises(Occupied, match=f"is being trained by process {owner.pid}"):
         find_runs(tmp_path)
     os.kill(owner.pid, signal.SIGCONT)
-    _, errors = first.communicate(timeout=300)
-    assert first.returncode == 0, errors
+    assert first.wait() == 0, first.err
     check_identical(contents(whole), contents(tmp_path))
     assert not [*tmp_path.rglob(f"{LOCK}*")]
 
 
 @pytest.mark.system
-def test_a_killed_owner_is_followed_at_once(tmp_path: Path, whole: Path, stopped: list[subprocess.Popen[str]]) -> None:
-    first = started(tmp_path)
-    stopped.append(first)
+def test_a_killed_owner_is_followed_at_once(tmp_path: Path, whole: Path, begin: Callable[..., Forked]) -> None:
+    first = begin(tmp_path)
     writing(tmp_path, first)
     folder = next(tmp_path.rglob("metrics.jsonl")).parent
-    first.kill()
-    first.wait()
+    first.send_signal(signal.SIGKILL)
+    assert first.wait() == -signal.SIGKILL
     assert (folder / LOCK).is_file()
     assert owner_of(folder) is None
-    refused = started(tmp_path)
-    assert "was interrupted after round" in refused.communicate(timeout=120)[1]
-    again = started(tmp_path, "--resume")
-    _, errors = again.communicate(timeout=300)
-    assert again.returncode == 0, errors
+    refused = begin(tmp_path)
+    assert refused.wait(120) == 2
+    assert "was interrupted after round" in refused.err
+    again = begin(tmp_path, "--resume")
+    assert again.wait() == 0, again.err
     check_identical(contents(whole), contents(tmp_path))
 
 
 @pytest.mark.system
 def test_nobody_is_left_in_the_folder_of_a_killed_parent(
-    tmp_path: Path, whole: Path, stopped: list[subprocess.Popen[str]]
+    tmp_path: Path, whole: Path, begin: Callable[..., Forked]
 ) -> None:
-    first = started(tmp_path, "--jobs", "2")
+    first = begin(tmp_path, "--jobs", "2")
     writing(tmp_path, first)
-    first.kill()
-    first.wait()
-    for _ in range(200):
+    first.send_signal(signal.SIGKILL)
+    assert first.wait() == -signal.SIGKILL
+    for _ in range(1000):
         if owner_of(next(tmp_path.rglob(LOCK)).parent) is None:
             break
-        time.sleep(0.05)
-    again = started(tmp_path, "--resume")
-    _, errors = again.communicate(timeout=300)
-    assert again.returncode == 0, errors
+        time.sleep(0.01)
+    again = begin(tmp_path, "--resume")
+    assert again.wait() == 0, again.err
     check_identical(contents(whole), contents(tmp_path))

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from scipy.optimize import nnls
 from torch import Tensor, nn
 
+from fedshift.core import rng
 from fedshift.core.arch import Arch
 from fedshift.core.context import Context, Phase, ServerContext
 from fedshift.core.grad import gradient
@@ -471,6 +472,43 @@ def test_a_tensor_nobody_moved_stays() -> None:
     start = {n: t.double() if t.is_floating_point() else t for n, t in make().arch.init(3).items()}
     ends = [{**travelling(seed), "7.bias": start["7.bias"]} for seed in (1, 2, 3)]
     assert torch.equal(aggregated(make(), ends, start)["model"]["7.bias"], start["7.bias"])
+
+
+def test_a_module_is_all_that_is_shared_or_all_that_is_ones_own_in_a_block() -> None:
+    """Eq. 8 and 9: extractor and outer normalisation are one problem, eraser and inner normalisation another."""
+    method = make(granularity="module")
+    start = {n: t.double() if t.is_floating_point() else t for n, t in method.arch.init(3).items()}
+    ends = [travelling(seed) for seed in (1, 2, 3)]
+
+    def changed(name: str) -> set[str]:
+        turned = [{**ends[0], name: start[name] - 9 * (ends[0][name] - start[name])}, *ends[1:]]
+        pairs = [aggregated(method, given, start) for given in (ends, turned)]
+        trees = [
+            {**tree["model"], **{k: v for s in tree if s != "model" for k, v in tree[s].items()}} for tree in pairs
+        ]
+        return {n for n in OWN | LEARNT if not torch.allclose(trees[0][n], trees[1][n], atol=1e-9)}
+
+    assert changed("4.dfe_norm.bias") == {"4.dfe.weight", "4.dfe_norm.weight", "4.dfe_norm.bias"}
+    assert changed("4.dse_norm.bias") == {"4.dse.weight", "4.dse_norm.weight", "4.dse_norm.bias"}
+    assert changed("7.bias") == {"7.bias", "7.weight"}  # the head is no block
+
+
+def test_with_the_papers_activation_the_inner_affine_learns_and_without_it_half_of_it_does_not() -> None:
+    """Batch statistics undo a scale and a shift of the channels that reach the outer normalisation as they are."""
+    x = rng.normal(1, torch.arange(8), (1, 4, 4)).double()
+    spread = {}
+    for relu in (False, True):
+        block = Block(1, 6, True, relu).double().train()
+        with torch.no_grad():
+            for leaf in block.parameters():
+                leaf.copy_(rng.normal(leaf.numel(), torch.arange(len(leaf)), leaf.shape[1:]))
+        plain = block(x)
+        with torch.no_grad():
+            block.dse_norm.weight *= 3.0
+            block.dse_norm.bias += 2.0
+        moved = block(x)
+        spread[relu] = float((moved[:, :3] - plain[:, :3]).detach().abs().max())
+    assert spread[False] < 1e-4 < 0.1 < spread[True]
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "layer"])

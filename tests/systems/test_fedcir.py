@@ -89,6 +89,7 @@ class SlowServer:
 
     start: Tensors
     decay: float = 0.0
+    falls: float = 1.0  # the rate, in every round
     module: SlowGenerator = field(init=False)
     optimiser: torch.optim.Adam = field(init=False)
 
@@ -99,6 +100,8 @@ class SlowServer:
     def step(self, number: int, loss: Any) -> None:
         """The five steps of a round."""
         self.module.train()
+        for group in self.optimiser.param_groups:
+            group["lr"] = SMALL["generator_lr"] * self.falls**number
         ids = torch.arange(5)
         labels = rng.integers(server_draws(number, "labels"), ids, CLASSES, (SMALL["generator_batch"],))
         shape = (SMALL["generator_batch"], SMALL["generator_noise"])
@@ -239,7 +242,7 @@ def slow_gen_server_loss(
     for i in range(len(features)):
         for j in range(len(features)):
             apart = sum(abs(features[i, d] - features[j, d]) for d in range(features.shape[1])) / features.shape[1]
-            products.append(apart * (noise[i] - noise[j]).abs().sum() / noise.shape[1])
+            products.append(apart * ((noise[i] - noise[j]) ** 2).sum() / noise.shape[1])
     return total / len(features) + (-sum(products) / len(products)).exp()
 
 
@@ -249,7 +252,7 @@ def test_fedgens_rounds_are_torchs(name: str) -> None:
     watched, steps = watching(FedGen)
     fed, watch = federation(watched, SIZED, arch=arch, **TAUGHT)
     state = fed.start()
-    server = SlowServer(state.server["generator"], decay=1e-2)
+    server = SlowServer(state.server["generator"], decay=1e-2, falls=0.8)
     for number in range(ROUNDS):
         received = state.server["model"]
         steps.clear()

@@ -28,7 +28,8 @@ from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, MethodSpec
-from fedshift.runs.session import RoundReport, Session
+from fedshift.runs.round import RoundReport
+from fedshift.runs.session import Session
 from fedshift.runs.setup import Setup
 from fedshift.store.folder import RunFolder
 from fedshift.store.state import State

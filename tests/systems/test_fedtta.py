@@ -335,9 +335,14 @@ def test_model_and_loss_travel_and_nothing_else() -> None:
     assert not state.locals
 
 
-def test_model_and_loss_are_deployed_apart_with_the_rate_of_the_last_round() -> None:
+def test_model_and_loss_are_deployed_apart_with_the_rate_of_the_round_that_trained_them() -> None:
     fed, _ = federation("fedtta", SIZED, replace(TRAIN, lr_decay=0.5), AWKWARD, inner_lr=0.4)
-    for rounds, rate in ((0, 0.4), (1, 0.2), (3, 0.1)):  # training ends with the rate of its third round
+    for rounds, rate in (
+        (0, 0.4),
+        (1, 0.4),
+        (2, 0.2),
+        (3, 0.1),
+    ):  # one round was of the first rate, the third of a quarter
         state = run(fed, rounds)[0]
         for tree in (*fed.deploy(state).trained().values(), *fed.unseen(fed.deploy(state)).values()):
             assert set(tree) == {"model", SLOT}

@@ -24,13 +24,14 @@ from fedshift.core.tree import Tensors, Tree, pick, shapes
 from fedshift.data.task import Task
 from fedshift.engines import augment
 from fedshift.engines.base import Engine
-from fedshift.engines.reference import schedule_of
+from fedshift.engines.reference import schedule_of, start_phase
 from fedshift.engines.schedule import Plan
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec
 from fedshift.methods.fedavg import FedAvg
+from fedshift.models.lenet import LeNet
 from fedshift.runs.deployment import unseen_phases
 from fedshift.runs.run import run as run_experiment
 from fedshift.runs.session import Session
@@ -443,11 +444,41 @@ def test_a_long_digest_ends_with_the_ensembles_opinion(name: str) -> None:
         memory |= rule.memory(pick(begun["model"], names))
     begun = {**begun, "optim": memory, "log": {"loss": torch.tensor(0.0), "steps": torch.tensor(0.0)}}
     losses = []
-    for _ in range(200):
+    for _ in range(400):
         losses.append(float(digest_loss(method, begun, batch)[0]))
         begun = augment.step(method, begun, batch, phase)
     assert losses[-1] < 0.02 * losses[0]
     assert losses[-1] >= -1e-12  # a divergence, not a cross-entropy
+
+
+def test_momentum_goes_on_from_digest_to_revisit() -> None:
+    """One optimiser for the whole round, as in the authors' code: the velocity of the digest is in the first revisit."""
+    fed, _, state = trained("heterofedtta")
+    method, begun, batch = digesting(fed, state)
+    digest, revisit, *_ = method.phases(fed.context(1))
+    assert (digest.name, revisit.name) == ("digest", "train")
+    now = {"decay": torch.tensor(1.0).double(), "lr": torch.tensor(0.05).double()}
+    assert not any(bool(leaf.any()) for leaf in begun["momentum"].values())  # a round starts at rest
+    after = augment.step(method, start_phase(method, begun, digest, now), batch, digest)
+    kept = start_phase(method, after, revisit, now)
+    rested = {**kept, "momentum": {name: torch.zeros_like(leaf) for name, leaf in kept["momentum"].items()}}
+    ends = [augment.step(method, tree, batch, revisit)["momentum"] for tree in (kept, rested)]
+    for name, before in after["momentum"].items():
+        factor = 0.9 if SLOT in name else TRAIN.momentum
+        assert torch.allclose(ends[0][name] - ends[1][name], factor * before, rtol=0, atol=1e-12)
+    assert any(bool(leaf.any()) for name, leaf in after["momentum"].items() if SLOT in name)
+
+
+def test_the_loss_network_is_twice_as_wide_as_the_networks_first_layer() -> None:
+    """32, 64 and 128 for the paper's small, medium and big network, unless somebody says otherwise."""
+    method = METHODS["heterofedtta"].make
+    for width, expected in ((16, 32), (32, 64), (64, 128)):
+        arch = Arch.of(lambda w=width: LeNet(width=w, hidden=8).make((3, 8, 8), 10), (3, 8, 8))  # type: ignore[misc]
+        info = ClientInfo("a", 5, torch.zeros(10), 1, torch.arange(3))
+        for options, wide in (({}, expected), ({"loss_width": 7}, 7)):
+            local = method(arch=arch, train=TRAIN, **options).init_local(arch.init(0), info, ENDED)
+            shapes_ = [tuple(local["model"][name].shape) for name in NAMES if name.endswith("weight")]
+            assert shapes_ == [(wide, 10), (wide, wide), (wide, wide), (1, wide)]
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------

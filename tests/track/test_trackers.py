@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -145,10 +146,16 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(tmp_path / "own"))
     (folder,) = go(tiny(), tmp_path, trackers=[WandB("mine", tmp_path / "store")]).folders
     (file,) = (tmp_path / "store").rglob("*.wandb")
+
+    def stored() -> list[Any]:
+        return [wandb_internal_pb2.Record.FromString(record) for record in records(file.read_bytes())]
+
+    until = time.monotonic() + 20
+    while not any(record.HasField("exit") for record in stored()):  # W&B writes in a process of its own
+        assert time.monotonic() < until
+        time.sleep(0.05)
     found, summary, project = [], {}, ""
-    for stored in records(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(stored)
+    for record in stored():
         project = record.run.project or project
         row = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
         found += [row] if "train/loss" in row else []

@@ -75,13 +75,17 @@ class PrototypeClassifier(Adapter):
 
     def _departures(self, every: Tensors, count: int) -> Tensor:
         """When each support leaves: the number of the first sample after which ``keep`` better ones are there."""
-        rank = torch.empty_like(every["label"])
+        labels = every["label"]
+        first = len(labels) - count
+        places = torch.arange(len(labels), device=labels.device)
         order = every["entropy"].argsort(stable=True)
-        rank[order] = torch.arange(len(order), device=order.device)
-        first = len(rank) - count
-        better = (every["label"][:, None] == every["label"]) & (rank < rank[:, None])  # [support, other]
-        before = better[:, :first].sum(1, keepdim=True)
-        crowded = before + better[:, first:].cumsum(1) >= self.keep
+        rank = torch.empty_like(order).index_copy(0, order, places)
+        # sorted by class, and by entropy within: how many of its class are better is the place within the class
+        order = order[labels[order].argsort(stable=True)]
+        sorted_labels = labels[order]
+        within = torch.empty_like(order).index_copy(0, order, places - torch.searchsorted(sorted_labels, sorted_labels))
+        better = (labels[:, None] == labels[first:]) & (rank[first:] < rank[:, None])  # [support, new sample]
+        crowded = (within - better.sum(1))[:, None] + better.cumsum(1) >= self.keep
         return torch.where(crowded.any(1), crowded.to(torch.uint8).argmax(1), count)
 
 

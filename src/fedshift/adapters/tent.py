@@ -30,7 +30,7 @@ class Tent(Adapter):
     statistics if there are any. ``predict-when = "before"`` gives the outputs of the pass the step was taken on (the
     authors' choice), ``"after"`` predicts again. FedTTA's row is ``params = "all"``, ``predict-when = "after"``,
     ``bits = true``, ``clip = 10``, with SGD at FedAvg's rate (``train-lr = true``: ``[train] lr`` with the decay of the
-    round that serves, in place of ``lr``) and the client's data as one batch (``batch-size = 0``).
+    round that trained the model, in place of ``lr``) and the client's data as one batch (``batch-size = 0``).
     """
 
     lr: NonNegative = 1e-3

@@ -18,6 +18,8 @@ from fedshift.core.options import Count, NonNegative
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tensors, Tree, pick
 
+TOGETHER = 64  # samples whose copies are made at once
+
 
 @adapter(
     "ttt",
@@ -47,29 +49,37 @@ class TestTimeTraining(Adapter):
         return {"turns": RandomSpec("integers", (self.copies,), high=TURNS)}
 
     def predict(self, state: Tree, x: Tensor, draws: Mapping[str, Tensor]) -> tuple[Output, Tree]:
-        """One sample after the other."""
+        """One sample after the other; only their copies are made together."""
         logits, features = [], []
-        for image, turns in zip(x.split(1), draws["turns"], strict=True):
-            state = self._step(state, image, turns)
-            output = self.predict_with(state, image)
-            logits.append(output.logits)
-            features.append(output.features)
+        for images, drawn in zip(x.split(TOGETHER), draws["turns"].split(TOGETHER), strict=True):
+            turns, weights = self._asked(images, drawn)
+            size = turns.shape[1]
+            copies = turned(images.repeat_interleave(size, 0), turns.flatten()).unflatten(0, turns.shape)
+            for image, *question in zip(images.split(1), copies, turns, weights, strict=True):
+                state = self._step(state, *question)
+                output = self.predict_with(state, image)
+                logits.append(output.logits)
+                features.append(output.features)
         return Output(torch.cat(logits), torch.cat(features), {}, {}), state
 
-    def _step(self, state: Tree, image: Tensor, turns: Tensor) -> Tree:
+    @property
+    def _batch_stats(self) -> bool:
+        return self.arch.has_batch_norm and self.copies > 1
+
+    def _asked(self, images: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        """Turns of every image's copies, and what each counts."""
+        if self._batch_stats:
+            return drawn, torch.full_like(drawn, 1 / self.copies, dtype=images.dtype)
+        turns = torch.arange(TURNS, device=images.device)
+        return turns.expand(len(images), -1), (drawn[:, :, None] == turns).to(images.dtype).mean(1)
+
+    def _step(self, state: Tree, copies: Tensor, turns: Tensor, weights: Tensor) -> Tree:
         trained = self.arch.trainable - self.arch.head
         live = {**pick(state["model"], trained), **state["rotation"]}
-        batch_stats = self.arch.has_batch_norm and self.copies > 1
-        if batch_stats:
-            weights = torch.full_like(turns, 1 / self.copies, dtype=image.dtype)
-        else:
-            drawn, turns = turns, torch.arange(TURNS, device=image.device)
-            weights = (drawn[:, None] == turns).to(image.dtype).mean(0)
-        copies = turned(image.expand(len(turns), *image.shape[1:]), turns)
 
         def loss(tensors: Tensors) -> tuple[Tensor, Tensors]:
             model = {**state["model"], **pick(tensors, trained)}
-            output = self.predict_with({**state, "model": model}, copies, batch_stats=batch_stats)
+            output = self.predict_with({**state, "model": model}, copies, batch_stats=self._batch_stats)
             return (weights * turn_losses(tensors, output.features, turns)).sum(), output.buffers
 
         grads, _, buffers = gradient(loss, live)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ NUMBERS = 3 + CHAINS + 1 + CHAINS + CHAINS * DEPTH * 3
 _GEOMETRIC = 5
 _MIN_LEVEL, _MAX_LEVEL = 0.1, 10.0
 _MAX_ANGLE = 30
-_BLOCK_VALUES = MappingProxyType({"cpu": 2**21, "cuda": 2**26})  # values (views x channels x pixels) made at once
+_BLOCK_VALUES = 2**21  # values (views x channels x pixels) made at once: what stays in a CPU's cache
 
 
 def _turn(degrees: int) -> tuple[float, float]:
@@ -224,6 +223,13 @@ def weights(draws: Tensor) -> Tensor:
     return torch.cat((share, (1.0 - share) * exponential / exponential.sum(0))).float()
 
 
+def _block_values(device: torch.device) -> int:
+    """On a GPU the host waits for every block, so they are large: each value takes about twenty bytes in between."""
+    if device.type != "cuda":
+        return _BLOCK_VALUES
+    return min(2**28, torch.cuda.get_device_properties(device).total_memory >> 8)
+
+
 def views(x: Tensor, draws: Tensor, severity: float = 1.0, flip: bool = True) -> Tensor:
     """AugMix views of images in [0, 1]: ``[n, channels, H, W]`` and ``[n, views, NUMBERS]`` uniform numbers on [0, 1).
 
@@ -248,7 +254,7 @@ def views(x: Tensor, draws: Tensor, severity: float = 1.0, flip: bool = True) ->
     images = (x.to(dtype) * 255.0).round().clamp(0, 255).to(torch.uint8)
     draws = draws.flatten(0, 1)
     result = torch.empty(n * count, *x.shape[1:], dtype=dtype, device=x.device)
-    block = max(1, _BLOCK_VALUES.get(x.device.type, 2**20) // max(1, x[:1].numel()))
+    block = max(1, _block_values(x.device) // max(1, x[:1].numel()))
     scratch = torch.empty_like(result[:block])
     for start in range(0, n * count, block):
         part = slice(start, start + block)

@@ -106,7 +106,13 @@ Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def trained(
-    tensors: Tensors, memory: Tensors, rule: Optim, objective: Objective, labels: Tensor, noise: Tensor
+    tensors: Tensors,
+    memory: Tensors,
+    rule: Optim,
+    objective: Objective,
+    labels: Tensor,
+    noise: Tensor,
+    scale: float = 1.0,
 ) -> tuple[Tensors, Tensors, Tensor]:
     """A step for each row of ``labels`` [steps, batch]: the generator, its optimiser's memory, and the losses before."""
     losses = []
@@ -120,7 +126,7 @@ def trained(
 
         live = drop(tensors, STATISTICS)
         grads, value, refreshed = gradient(loss, live)
-        moved, memory = rule.update(live, grads, memory, 1.0)
+        moved, memory = rule.update(live, grads, memory, scale)
         tensors = {name: {**moved, **refreshed}[name] for name in tensors}
         losses.append(value)
     return tensors, memory, torch.stack(losses) if losses else noise.new_zeros(0)
@@ -183,6 +189,10 @@ class GeneratorMethod(Method):
         heads = stacked_heads([up["model"] for up in ups.values()], self.arch.head)
         return lambda features, labels, _: ensemble_loss(heads, features, labels)
 
+    def generator_scale(self, ctx: ServerContext) -> float:
+        """The factor on the generator's rate in this round."""
+        return 1.0
+
     def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """An untrained generator and an optimiser that has seen nothing."""
         server = super().init_server(models, clients, public)
@@ -203,7 +213,13 @@ class GeneratorMethod(Method):
         labels = rng.integers(server_seed(ctx, "labels"), ids, self.arch.classes, (size,))
         noise = rng.normal(server_seed(ctx, "noise"), ids, (size, self.noise_size)).to(tensors[INNER].dtype)
         tensors, memory, losses = trained(
-            tensors, server["generator memory"], self.rule, self.generator_loss(ups), labels, noise
+            tensors,
+            server["generator memory"],
+            self.rule,
+            self.generator_loss(ups),
+            labels,
+            noise,
+            self.generator_scale(ctx),
         )
         merged, metrics = super().aggregate(server, ups, ctx)
         mean = {"generator-loss": losses.mean().detach()}  # over its steps, each before the step

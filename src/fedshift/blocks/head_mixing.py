@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+aten = torch.ops.aten  # derivatives of softmax and sigmoid as one operation each, which torch itself uses
 BLOCK = 64  # samples whose history is one matrix product
 
 
@@ -19,12 +20,14 @@ def moving_average(values: Tensor, start: Tensor, rate: float) -> Tensor:
     >>> moving_average(torch.tensor([[2.0], [4.0]]), torch.tensor([0.0]), 0.5).tolist()
     [[1.0], [2.5]]
     """
-    return _recurrence(rate * values, start, torch.tensor(1 - rate, dtype=values.dtype, device=values.device))
+    return _recurrence(rate * values, start, values.new_full((), 1 - rate))
 
 
 def _recurrence(inputs: Tensor, start: Tensor, decay: Tensor) -> Tensor:
     """``H_n = decay * H_{n-1} + inputs_n``."""
     count, size = inputs.shape
+    if count == 1:  # a single image that arrives needs no matrix
+        return decay * start + inputs
     width = min(BLOCK, count)
     blocks = -(-count // width)
     padded = torch.cat([inputs, inputs.new_zeros(blocks * width - count, size)]).reshape(blocks, width, size)
@@ -45,9 +48,19 @@ def entropy_slope(logits: Tensor, direction: Tensor) -> Tensor:
     >>> entropy_slope(torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0]])) < 0   # surer
     tensor([True])
     """
+    return -covariance(logits, direction)
+
+
+def covariance(logits: Tensor, direction: Tensor) -> Tensor:
+    """``Cov_p(logits, direction)`` with ``p = softmax(logits)``, in as few operations as there can be.
+
+    >>> covariance(torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 3.0]]))
+    tensor([0.])
+    """
     p = logits.softmax(-1)
-    centred = logits - (p * logits).sum(-1, keepdim=True)
-    return -(p * centred * direction).sum(-1)
+    centred = aten._softmax_backward_data.default(logits, p, -1, logits.dtype)  # p (logits - their mean)
+    found: Tensor = (centred * direction).sum(-1)
+    return found
 
 
 def agreement_slope(logits: tuple[Tensor, Tensor], directions: tuple[Tensor, Tensor]) -> Tensor:
@@ -72,14 +85,16 @@ def search_weight(slope: Callable[[Tensor], Tensor], like: Tensor, lr: float, st
     By symmetry the two logits move by ``+delta`` and ``-delta`` for ever, so one number for each sample is enough:
     ``e = sigmoid(2 delta)``, and the gradient of the first logit is ``slope(e) e (1 - e)``. ``slope`` gives dL/de.
 
+    A single image that arrives waits for every operation, so there are few: all factors that are known become one.
+
     >>> search_weight(lambda e: torch.ones_like(e), torch.zeros(1), lr=0.1, steps=20) < 0.5
     tensor([True])
     """
-    delta, m, v = (torch.zeros_like(like) for _ in range(3))
+    difference = m = v = torch.zeros_like(like)  # 2 delta
     for step in range(1, steps + 1):
-        e = (2 * delta).sigmoid()
-        grad = slope(e) * e * (1 - e)
-        m = 0.9 * m + 0.1 * grad
-        v = 0.999 * v + 0.001 * grad.square()
-        delta = delta - lr * (m / (1 - 0.9**step)) / ((v / (1 - 0.999**step)).sqrt() + 1e-8)
-    return (2 * delta).sigmoid()
+        e = difference.sigmoid()
+        grad = aten.sigmoid_backward.default(slope(e), e)  # slope e (1 - e)
+        m, v = torch.lerp(m, grad, 0.1), torch.lerp(v, grad.square(), 0.001)
+        scale = (1 - 0.999**step) ** 0.5
+        difference = torch.addcdiv(difference, m, v.sqrt() + 1e-8 * scale, value=-2 * lr * scale / (1 - 0.9**step))
+    return difference.sigmoid()

@@ -22,6 +22,9 @@ def follow(evidence: Tensor, start: Tensor, rate: float, least: float) -> tuple[
     >>> [round(float(value), 4) for value in (*before, after)]
     [0.5, 0.5833, 0.6601]
     """
+    if len(evidence) == 1:  # a single image that arrives needs no system
+        first = start.double().to(evidence.device)
+        return first[None], _step(evidence.double(), first[None], rate, least)[0][0]
     found = [evidence.new_zeros(0, dtype=torch.float64, device="cpu")]
     weight = start.double().cpu()  # small systems, one after the other: nothing for an accelerator
     for part in evidence.double().cpu().split(BLOCK):

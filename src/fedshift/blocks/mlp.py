@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -47,4 +47,18 @@ def drawn(like: Tensor, layers: dict[str, tuple[int, ...]]) -> Tensors:
         u = rng.uniform(rng.seed_of(layer, start), torch.arange(writes), reads)
         tensors[f"{layer}.weight"] = ((2 * u - 1) * math.sqrt(3 / math.prod(reads))).to(like)
         tensors[f"{layer}.bias"] = like.new_zeros(writes)
+    return tensors
+
+
+def drawn_by_torch(like: Tensor, layers: Mapping[str, tuple[int, ...]]) -> Tensors:
+    """Weights and biases uniform within one over the root of how many numbers they read: torch's own start of a layer.
+
+    >>> float(drawn_by_torch(torch.ones(1), {"layer": (50, 16)})["layer.bias"].abs().max()) < 0.25
+    True
+    """
+    start, tensors = float(like.flatten()[0]), {}
+    for layer, (writes, *reads) in layers.items():
+        for part, shape in (("weight", reads), ("bias", [])):
+            u = rng.uniform(rng.seed_of(f"{layer}.{part}", start), torch.arange(writes), shape)
+            tensors[f"{layer}.{part}"] = ((2 * u - 1) / math.sqrt(math.prod(reads))).to(like)
     return tensors

@@ -41,11 +41,11 @@ class Stochastic(nn.Module):
         self.head = last
 
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Logits of the mean, and the deviation beside them."""
+        """Logits of the mean; beside them the deviation, and what the network without this layer gives its head."""
         found = self.body(x)
         features, aux = found if isinstance(found, tuple) else (found, {})
         mean, raw = self.latent(features).chunk(2, dim=-1)
-        return self.head(mean), {**aux, "deviation": F.softplus(raw)}
+        return self.head(mean), {**aux, "deviation": F.softplus(raw), "body": features}
 
 
 def stochastic(backbone: Arch) -> Arch:

@@ -8,14 +8,19 @@ from typing import Annotated
 
 import typer
 
-from fedshift.cli.app import app
+from fedshift.cli.app import app, presets
 from fedshift.cli.printing import Format, console, wants_json
 
 
 @app.command()
 def data(
     what: Annotated[
-        str, typer.Argument(metavar="PATH|PRESET", help="A preset, a TOML file, a Parquet file or a folder.")
+        str,
+        typer.Argument(
+            metavar="PATH|PRESET",
+            help="A preset, a TOML file, a Parquet or CSV file, or a folder.",
+            autocompletion=presets,
+        ),
     ],
     change: Annotated[list[str] | None, typer.Option("--set", "-c", help="Override a key, as in fedshift run.")] = None,
     out: Annotated[

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -58,7 +59,7 @@ def guarded(command: Callable[[], Any]) -> NoReturn:
     except UserError as error:
         code = _refuse(error)
     except Stopped as stopped:
-        _say("stopped; add --resume to go on from the last checkpoint")
+        _say(f"stopped{_next(sys.argv[1:])}")
         code = stopped.code
     except UnicodeEncodeError as error:
         code = _refuse(HostError(f"{error.object!r} cannot be written in this locale: set PYTHONUTF8=1"))
@@ -68,6 +69,20 @@ def guarded(command: Callable[[], Any]) -> NoReturn:
         # who printed may have thrown away what could not be written: one more line tells whose fault it was
         code = _refuse(HostError.of(error)) if _flushed("" if error.filename else "\n") else 1
     sys.exit(code if _flushed() else code or 1)
+
+
+def _next(words: Sequence[str]) -> str:
+    """What to type to go on, for commands that can.
+
+    >>> _next(["run", "mine.toml", "--restart", "-c", "rounds=5"])
+    '; go on from the last checkpoint with: fedshift run mine.toml -c rounds=5 --resume'
+    >>> _next(["tune", "mine.toml"]), _next(["show", "runs"])
+    ('; the same command goes on: fedshift tune mine.toml', '')
+    """
+    again = [word for word in words if word not in ("--restart", "--resume")]
+    if list(words[:1]) == ["run"] or list(words[:2]) == ["deploy", "run"]:
+        return f"; go on from the last checkpoint with: {shlex.join(['fedshift', *again, '--resume'])}"
+    return f"; the same command goes on: {shlex.join(['fedshift', *words])}" if list(words[:1]) == ["tune"] else ""
 
 
 def _refuse(error: UserError) -> int:

@@ -23,6 +23,10 @@ def inspect(
     steps: Annotated[
         int, typer.Option(help="FedTTA: also follow so many steps of adaptation, as the paper's Fig. 2.")
     ] = 0,
+    adapter: Annotated[
+        str, typer.Option(help="Models that adapt to what they are shown: an adapter of the run, or any by its name.")
+    ] = "",
+    stream: Annotated[str, typer.Option(help="The stream they are shown; default original, or else the first.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
 ) -> None:
     """What was learnt: distances between clients, local risks, confusions, t-SNE; a table, a page, pictures and JSON."""
@@ -32,7 +36,16 @@ def inspect(
     screen = console()
     with screen.status("reading runs") as status:
         found = look_into(
-            path, out, samples=samples, select=select, model=model, steps=steps, device=device, doing=status.update
+            path,
+            out,
+            samples=samples,
+            select=select,
+            model=model,
+            steps=steps,
+            device=device,
+            adapter=adapter,
+            stream=stream,
+            doing=status.update,
         )
     for table in (summary_table(found["methods"]), steps_table(found["runs"])):
         if table is not None:

@@ -12,9 +12,17 @@ from fedshift.cli.printing import Format, console, wants_json
 from fedshift.results.plain import Sheet
 
 
+def _kinds(incomplete: str) -> list[str]:
+    kinds = ("methods", "adapters", "models", "partitions", "streams", "presets", "pairs")
+    return [kind for kind in kinds if kind.startswith(incomplete)]
+
+
 @app.command(name="list")
 def list_(
-    what: Annotated[str, typer.Argument(help="methods, adapters, models, partitions, streams, presets or pairs")],
+    what: Annotated[
+        str,
+        typer.Argument(help="methods, adapters, models, partitions, streams, presets or pairs", autocompletion=_kinds),
+    ],
     format: Format = "table",
 ) -> None:
     """What there is to choose from."""

@@ -13,13 +13,21 @@ if TYPE_CHECKING:
     from fedshift.results.advice import Advice
     from fedshift.results.result import Result
 
+Change = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-c", help="Override a key, for instance -c rounds=50 -c method.fedprox.mu=0.1."),
+]
 Clients = Annotated[bool, typer.Option("--clients", help="A column for every client, where they are few.")]
 Format = Annotated[str, typer.Option("--format", help="table or json")]
 
 
 def print_result(screen: Screen, result: Result, rule: str, rules: bool, clients: bool = False) -> None:
-    """The table, the other measures, the costs, what adapters tell, the three rules side by side, and the notes."""
+    """The table, who is first here and in the paper, the other measures, the costs, what adapters tell, the notes."""
+    from fedshift.results.beside import compared
+
     screen.print(result.clients(rule) if clients else result.table(rule))
+    for sentence in compared(result, rule).sentences():
+        screen.print(sentence, soft_wrap=True)
     measures = result.measures_table(rule)
     if measures is not None:
         screen.print(measures)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedshift.cli.app import app
-from fedshift.cli.printing import Clients, console, print_advice, print_result
+from fedshift.cli.app import app, presets
+from fedshift.cli.printing import Change, Clients, console, print_advice, print_result
 
 if TYPE_CHECKING:
     from fedshift.results.plain import Screen
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 @app.command()
 def run(
     experiment: Annotated[
-        str | None, typer.Argument(help="A TOML file or a preset; left out: five digit domains, no download.")
+        str | None,
+        typer.Argument(
+            help="A TOML file or a preset; left out: five digit domains, no download.", autocompletion=presets
+        ),
     ] = None,
-    change: Annotated[
-        list[str] | None,
-        typer.Option("--set", "-c", help="Override a key, for instance -c rounds=50 -c method.fedprox.mu=0.1."),
-    ] = None,
+    change: Change = None,
     out: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     engine: Annotated[
         str,
         typer.Option(
-            help="auto, sequential, parallel or vmapped. In float64 they agree to 1e-10; in float32 rounding differs and "
-            "grows from round to round, so compare runs of one engine. Each run writes down its own."
+            help="auto, sequential, parallel, vmapped or ray. In float64 they agree to 1e-10; in float32 rounding differs "
+            "and grows from round to round, so compare runs of one engine. Each run writes down its own."
         ),
     ] = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with interrupted runs.")] = False,
@@ -52,6 +52,7 @@ def run(
     from fedshift.engines.auto import compute_for
     from fedshift.experiment.schema import Experiment
     from fedshift.results.plots.pictures import density_picture, map_picture, option_map, result_picture
+    from fedshift.results.plots.price import price_picture
     from fedshift.results.plots.task import task_picture
     from fedshift.results.tables import check_room
     from fedshift.runs.estimate import check_size
@@ -90,6 +91,9 @@ def run(
     if any(row.telemetry() for row in result.rows):
         pictures.append(folder / "densities.png")
         density_picture(result, pictures[-1])
+    if any("epsilon" in row.cost for row in result.rows):
+        pictures.append(folder / "privacy.png")
+        price_picture(result, pictures[-1])
     if option_map(result) is not None:
         pictures.append(folder / "map.png")
         map_picture(result, pictures[-1])

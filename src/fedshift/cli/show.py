@@ -18,7 +18,7 @@ def show(
     select: Annotated[str, typer.Option(help="Selection rule: last, best-val or oracle.")] = "best-val",
     format: Format = "table",
     picture: Annotated[
-        list[str] | None, typer.Option(help="Draw instead: results, densities, map, radar or tsne; into RUN.")
+        list[str] | None, typer.Option(help="Draw instead: results, densities, map, radar, privacy or tsne; into RUN.")
     ] = None,
     metric: Annotated[
         str, typer.Option(help="Another headline: balanced-accuracy, macro-f1, auroc, auprc, loss, ece, ...")

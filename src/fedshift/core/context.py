@@ -40,8 +40,8 @@ class Context:
         return self.stage != "round"
 
     def decay(self, train: Train) -> float:
-        """The factor on every learning rate in this round."""
-        return train.lr_decay ** min(self.round, max(self.rounds - 1, 0))
+        """The factor on every learning rate in this round, or, when training is over, in the one that trained the model."""
+        return train.lr_decay ** max(min(self.round - self.ending, self.rounds - 1), 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,6 +81,7 @@ class Method(Checked):
     provides: ClassVar[frozenset[str]] = frozenset({"model"})  # slots of what it deploys, for adapters to ask for
     reasons: ClassVar[Mapping[str, str]] = {}  # what a required capability is, in words for who does not have it
     common: ClassVar[frozenset[str]] = frozenset()  # slots everybody receives alike, and only folds read: kept once
+    revision: ClassVar[int] = 0  # raise when the same options would give other numbers
 
     @property
     def extra_rounds(self) -> int:
@@ -187,8 +188,7 @@ class Method(Checked):
 
     def weights(self, ctx: ServerContext) -> Tensor:
         """FedAvg's weights of this round's clients: by size or uniform; they sum to one."""
-        samples = ctx.samples.to(torch.float64)
-        raw = samples if self.train.weights == "size" else torch.ones_like(samples)
+        raw = (ctx.samples if self.train.weights == "size" else torch.ones_like(ctx.samples)).to(torch.float64)
         return raw / raw.sum()
 
     # ---- after the last round, and when an unseen client arrives --------------------------------------------------------

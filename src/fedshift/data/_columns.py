@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 ROLES: dict[str, tuple[str, ...]] = {  # a role and the column names it is looked for under
-    "image": ("image", "img"),
+    "image": (  # encoded pictures, or paths of them
+        *("image", "img", "file_name", "file", "path", "file_path", "image_path", "image_name", "image_file"),
+        *("image_id", "img_path"),
+    ),
     "label": ("label", "labels", "fine_label", "character", "class", "target"),
     "client": ("domain",),
     "user": ("writer_id", "user_id"),
@@ -24,13 +27,16 @@ _ID = re.compile(r"(?:^|[^a-zA-Z])(?:id|uid|key|nr|no|number|code)s?$|[a-z](?:ID
 
 
 def usual(role: str, columns: Iterable[str], taken: Iterable[str] = ()) -> str | None:
-    """The column that plays a role by its name, unless it plays another one; groups are found however they are spelt.
+    """The column that plays a role by its name, unless it plays another one; groups and images however they are spelt.
 
     >>> usual("client", ["image", "domain"]), usual("group", ["lesion_id", "PatientID"]), usual("group", ["age"])
     ('domain', 'PatientID', None)
+    >>> usual("image", ["label", "File Name"])
+    'File Name'
     """
-    free = {(_plain(name) if role == "group" else name): name for name in columns if name not in set(taken)}
-    wanted = [_plain(name) if role == "group" else name for name in ROLES[role]]
+    spelt: Callable[[str], str] = _plain if role in ("image", "group") else str
+    free = {spelt(name): name for name in columns if name not in set(taken)}
+    wanted = [spelt(name) for name in ROLES[role]]
     return next((free[name] for name in wanted if name in free), None)
 
 

@@ -97,7 +97,8 @@ def divide(pool: Pool, content: Tensor, partition: Partition, splitting: Splitti
     tested = splitting.from_file or splitting.test > 0
     for name, (train, _, test) in seen.items():
         if len(train) == 0 or (tested and len(test) == 0):
-            raise UserError(_without("test" if len(train) else "training", name, owned[name], groups, left_out))
+            shown = "validation" if splitting.tune else "test"
+            raise UserError(_without(shown if len(train) else "training", name, owned[name], groups, left_out))
     for name in unseen:
         if len(owned[name]) == 0:
             raise UserError(_without("test", name, owned[name], groups, left_out))

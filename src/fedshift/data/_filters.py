@@ -138,10 +138,12 @@ def zoom(x: Tensor, factor: float) -> Tensor:
     return warp(x, (rows - middle) / factor + middle, (columns - centre) / factor + centre)
 
 
-def swap_pixels(height: int, width: int, reach: int, jumps: Tensor) -> Tensor:
+def swap_pixels(height: int, width: int, reach: int, jumps: Tensor, copies: bool = False) -> Tensor:
     """Where each pixel comes from after swapping every pixel with a neighbour, last pixel first: ``[B, height·width]``.
 
     ``jumps`` ``[B, passes, height, width]`` holds numbers 0..(2·reach+1)²-1, each a neighbour at most ``reach`` away.
+    With ``copies`` a pixel takes its neighbour's place and is lost, neighbours are the (2·reach)² at -reach..reach-1, and
+    the frame that keeps its pixels is one narrower at the end and one wider at the start.
     The swaps are those of two nested loops over rows and columns, but all swaps of an anti-diagonal of slope
     2·reach+1 are done at once: they cannot touch each other's pixels and every earlier swap that could is done.
 
@@ -150,19 +152,20 @@ def swap_pixels(height: int, width: int, reach: int, jumps: Tensor) -> Tensor:
     """
     slope, rows, columns = 2 * reach + 1, height - 2 * reach, width - 2 * reach
     source = torch.arange(height * width, device=jumps.device).repeat(len(jumps), 1)
-    partners = ((jumps // slope - reach) * width + jumps % slope - reach).flatten(2) + source[:, None]
+    choices = 2 * reach if copies else slope
+    partners = ((jumps // choices - reach) * width + jumps % choices - reach).flatten(2) + source[:, None]
+    bottom, right = height - 1 - reach + copies, width - 1 - reach + copies
     for turn in range(jumps.shape[1]):
         for step in range(columns + slope * (rows - 1)):
             first, last = max(0, -((columns - 1 - step) // slope)), min(rows - 1, step // slope)
             if first > last:
                 continue
-            high, low = (
-                (height - 1 - reach - i) * width + width - 1 - reach - (step - slope * i) for i in (first, last)
-            )
+            high, low = ((bottom - i) * width + right - (step - slope * i) for i in (first, last))
             here = slice(low, high + 1, max(1, width - slope))
             there = partners[:, turn, here]
             mine, theirs = source[:, here].clone(), source.gather(1, there)
-            source.scatter_(1, there, mine)
+            if not copies:
+                source.scatter_(1, there, mine)
             source[:, here] = theirs
     return source
 

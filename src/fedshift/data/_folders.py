@@ -5,22 +5,17 @@ A CSV file in the folder may say more of each picture: its group, its hospital, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fedshift.data._columns import group_hint
 from fedshift.data._pixels import in_threads
-from fedshift.data._rows import SPLITS, Request, Rows, as_codes, facts_of, line, ordered, refuse_columns, with_hints
+from fedshift.data._rows import SPLITS, Request, Rows, as_codes, facts_of, ordered, refuse_columns, with_hints
 from fedshift.data._sheet import find_sheet
 from fedshift.data._source_cache import cached, file_digest
+from fedshift.data._walk import walk
 from fedshift.data.pool import Pool
 from fedshift.errors import UserError
-
-SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
-MOST_OTHERS = (
-    200_000  # files without a picture among them, before somebody is asked whether the folder is the right one
-)
 
 
 def folder(request: Request) -> Pool:
@@ -75,63 +70,6 @@ def _rows(
     codes = as_codes(labels, classes, str)
     pictures = [root / name for name in names]
     return Rows(pictures, names.__getitem__, codes, classes, others, names, attributes, facts)
-
-
-def walk(root: Path) -> tuple[list[str], list[str]]:
-    """Pictures and folders below root as sorted relative names; hidden ones are no data."""
-    files, folders = _walk(root)
-    return [name for name in files if _is_picture(name)], folders
-
-
-def others(root: Path) -> tuple[str, ...]:
-    """The files below root that are no pictures."""
-    return tuple(name for name in _walk(root)[0] if not _is_picture(name))
-
-
-def _walk(root: Path) -> tuple[list[str], list[str]]:
-    """Files and folders. Links are followed, but no folder is read twice: loops of links would never end."""
-    names: list[str] = []
-    folders: list[str] = []
-    seen = {_identity(folder) for folder in (root, *root.resolve().parents)}
-    todo = [("", root)]
-    while todo:
-        above, folder = todo.pop()
-        try:
-            entries = list(os.scandir(folder))
-        except OSError as error:
-            raise UserError(f'"{folder}" cannot be read: {line(error)}') from error
-        for entry in entries:
-            name = above + entry.name
-            if entry.name.startswith((".", "__MACOSX")):
-                continue
-            if not _is_utf8(name):
-                raise UserError(f'the name of "{name}" in "{root}" is not UTF-8: give it another one')
-            if entry.is_dir():
-                if (identity := _identity(Path(entry.path))) in seen:
-                    raise UserError(f'"{name}" in "{root}" leads to a folder that is there, or above it, already')
-                seen.add(identity)
-                folders.append(name)
-                todo.append((f"{name}/", Path(entry.path)))
-            elif entry.is_file() or not _is_picture(name):
-                names.append(name)
-            else:  # a pipe or a device, which one could read for ever, or a link that leads nowhere
-                raise UserError(f'"{name}" in "{root}" is no ordinary file')
-        if len(names) > MOST_OTHERS and not any(map(_is_picture, names)):
-            raise UserError(f'there are more than {MOST_OTHERS:,} files below "{root}", but no picture among the first')
-    return sorted(names), sorted(folders)
-
-
-def _identity(folder: Path) -> tuple[int, int]:
-    there = folder.stat()
-    return there.st_dev, there.st_ino
-
-
-def _is_utf8(name: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in name)
-
-
-def _is_picture(name: str) -> bool:
-    return Path(name).suffix.lower() in SUFFIXES
 
 
 _LAYOUTS = {  # (is the outermost level a split?, number of levels) -> what the levels are

@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from fedshift.data import windows
 from fedshift.data._room import check_room
 from fedshift.data._rows import Rows, line
+from fedshift.data.dicom import DICOM, DICOM_HEAD, TooLarge, dicom_picture, is_dicom
+from fedshift.data.windows import Window
 from fedshift.errors import UserError
 
 MODES = {1: "L", 3: "RGB"}  # channels -> Pillow's name
@@ -25,83 +28,132 @@ MODES = {1: "L", 3: "RGB"}  # channels -> Pillow's name
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 MOST_PIXELS = 100_000_000  # of one picture: a small file may claim to be larger than any memory
 _THREADS = min(8, os.cpu_count() or 1)
+_SUBFILE, _SMALLER, _MASK = 254, 1, 4  # TIFF: what a page is, as bits
 
 
-def decode(rows: Rows, size: int | tuple[int, int] | None, channels: int) -> tuple[np.ndarray, Counter[str]]:
-    """All images as uint8 [N, channels, height, width], and how many had which size and mode.
+class Decoded(NamedTuple):
+    """One image."""
 
-    ``size`` is the side of a square, or width and height; None keeps what is there.
+    pixels: np.ndarray  # uint8 [channels, height, width]
+    kind: str  # size and mode of what it was
+    dark: bool = False  # of more than eight bits, and almost nothing can be seen
+
+
+def decode(
+    rows: Rows, size: int | tuple[int, int] | None, channels: int, window: Window | None = None
+) -> tuple[np.ndarray, Counter[str], int]:
+    """All images as uint8 [N, channels, height, width], how many had which size and mode, and how many came out black.
+
+    ``size`` is the side of a square, or width and height; None keeps what is there. ``window`` is of greys of more than
+    eight bits (:mod:`fedshift.data.windows`).
     """
     if size is not None:
         width, height = (size, size) if isinstance(size, int) else size
         check_room(len(rows.encoded), (channels, height, width))
     with _own_limit():
-        first, _ = _picture(rows, 0, size, channels)
-    shape = first.shape
+        shape = _picture(rows, 0, size, channels, window).pixels.shape
     check_room(len(rows.encoded), shape)
     images = np.empty((len(rows.encoded), *shape), dtype=np.uint8)
 
-    def some(start: int) -> Counter[str]:
+    def some(start: int) -> tuple[Counter[str], int]:
         kinds: Counter[str] = Counter()
+        dark = 0
         for i in range(start, min(start + 128, len(images))):
-            pixels, kind = _picture(rows, i, size, channels)
-            if pixels.shape != shape:
+            found = _picture(rows, i, size, channels, window)
+            if found.pixels.shape != shape:
                 raise UserError(
                     f"images differ in size, so a size is needed: {shape[2]}x{shape[1]} in {rows.where(0)} but "
-                    f"{pixels.shape[2]}x{pixels.shape[1]} in {rows.where(i)}"
+                    f"{found.pixels.shape[2]}x{found.pixels.shape[1]} in {rows.where(i)}"
                 )
-            images[i] = pixels
-            kinds[kind] += 1
-        return kinds
+            images[i] = found.pixels
+            kinds[found.kind] += 1
+            dark += found.dark
+        return kinds, dark
 
     with _own_limit():
-        total: Counter[str] = sum(in_threads(some, range(0, len(images), 128)), Counter())
-    return images, total
+        counted = in_threads(some, range(0, len(images), 128))
+    return images, sum((kinds for kinds, _ in counted), Counter()), sum(dark for _, dark in counted)
 
 
 def decode_readable(
-    rows: Rows, size: tuple[int, int], channels: int
-) -> tuple[np.ndarray, Counter[str], dict[int, str]]:
-    """:func:`decode` of those that can be read, and of the others by number what is wrong with them."""
+    rows: Rows, size: tuple[int, int], channels: int, window: Window | None = None
+) -> tuple[list[Decoded], dict[int, str]]:
+    """The images that can be read, and of the others by number what is wrong with them."""
 
-    def one(i: int) -> tuple[np.ndarray, str] | str:
+    def one(i: int) -> Decoded | str:
         try:
-            return _read(rows.encoded[i], size, channels)
+            return _read(rows.encoded[i], size, channels, window)
         except Exception as error:  # as below
             return _why(error)
 
     with _own_limit():
         found = in_threads(one, range(len(rows.encoded)))
     whole = [item for item in found if not isinstance(item, str)]
-    empty = np.empty((0, channels, size[1], size[0]), dtype=np.uint8)
-    images = np.stack([pixels for pixels, _ in whole]) if whole else empty
-    return (
-        images,
-        Counter(kind for _, kind in whole),
-        {i: item for i, item in enumerate(found) if isinstance(item, str)},
-    )
+    return whole, {i: item for i, item in enumerate(found) if isinstance(item, str)}
 
 
-def _picture(rows: Rows, i: int, size: int | tuple[int, int] | None, channels: int) -> tuple[np.ndarray, str]:
+def _picture(rows: Rows, i: int, size: int | tuple[int, int] | None, channels: int, window: Window | None) -> Decoded:
     try:
-        return _read(rows.encoded[i], size, channels)
+        return _read(rows.encoded[i], size, channels, window)
     except Exception as error:  # Pillow's readers raise whatever their parsers stumble over
         raise UserError(undecodable(rows.where(i), _why(error))) from error
 
 
-def _read(item: Any, size: int | tuple[int, int] | None, channels: int) -> tuple[np.ndarray, str]:
-    """One image as [channels, height, width], and what it was."""
-    with open_picture(item if isinstance(item, Path) else io.BytesIO(item)) as opened:
-        kind = f"{opened.width}x{opened.height} {opened.mode}"
-        return fitted(opened, size, channels), kind
+def _read(item: Any, size: int | tuple[int, int] | None, channels: int, window: Window | None) -> Decoded:
+    with open_picture(item if isinstance(item, Path) else io.BytesIO(item), window=window) as opened:
+        kind, wide = f"{opened.width}x{opened.height} {opened.mode}", is_wide(opened)
+        pixels = fitted(opened, size, channels, window)
+    return Decoded(pixels, kind, wide and windows.is_dark(pixels))
 
 
-def open_picture(file: Path | io.BytesIO) -> Image.Image:
-    """A picture of one of the :data:`FORMATS`, and of no more than :data:`MOST_PIXELS`; nothing is decoded yet."""
-    opened = Image.open(file, formats=FORMATS)
-    if opened.width * opened.height > MOST_PIXELS:
-        raise ValueError(f"it is too large ({opened.width}x{opened.height}, at most {MOST_PIXELS:,} pixels are read)")
+def open_picture(
+    file: Path | io.BytesIO,
+    *,
+    formats: tuple[str, ...] = FORMATS,
+    most_pixels: int = MOST_PIXELS,
+    window: Window | None = None,
+) -> Image.Image:
+    """A picture of one of the formats, or DICOM, of no more than so many pixels.
+
+    Pictures are not decoded yet; DICOM is, with its window or this one.
+    """
+    if is_dicom(_head(file)):
+        return dicom_picture(file, window, most_pixels)
+    opened = Image.open(file, formats=formats)
+    if opened.width * opened.height > most_pixels:
+        raise TooLarge(f"it is too large ({opened.width}x{opened.height}, at most {most_pixels:,} pixels are read)")
+    pages = _pages(opened)
+    if pages > 1:
+        raise ValueError(f"it has {pages} pages; give them one by one")
     return opened
+
+
+def _head(file: Path | io.BytesIO) -> bytes:
+    if isinstance(file, Path):
+        with file.open("rb") as opened:
+            return opened.read(DICOM_HEAD)
+    head = file.read(DICOM_HEAD)
+    file.seek(0)
+    return head
+
+
+def _pages(picture: Image.Image) -> int:
+    """Of a TIFF file, without what is only a smaller copy or a mask; other formats have one."""
+    if picture.format != "TIFF" or getattr(picture, "n_frames", 1) == 1:
+        return 1
+    count = 0
+    for number in range(picture.n_frames):  # type: ignore[attr-defined]
+        picture.seek(number)
+        count += not picture.tag_v2.get(_SUBFILE, 0) & (_SMALLER | _MASK)  # type: ignore[attr-defined]
+    picture.seek(0)
+    return count
+
+
+def is_wide(picture: Image.Image) -> bool:
+    """Whether a picture has more than eight bits a channel; what DICOM files were made of is not known any more."""
+    tiles = getattr(picture, "tile", None)
+    raw = str(tiles[0][3]) if tiles else ""  # Pillow drops the lower bits of colours
+    return picture.mode.startswith(("I", "F")) or ";16" in raw or DICOM in picture.info
 
 
 @contextmanager
@@ -121,9 +173,11 @@ def undecodable(where: str, why: str) -> str:
     return f"the image in {where} cannot be decoded: {why}"
 
 
-def fitted(picture: Image.Image, size: int | tuple[int, int] | None, channels: int) -> np.ndarray:
+def fitted(
+    picture: Image.Image, size: int | tuple[int, int] | None, channels: int, window: Window | None = None
+) -> np.ndarray:
     """A picture upright, in these colours and this size (Pillow's bicubic filter), as [channels, height, width]."""
-    upright = _eight_bit(ImageOps.exif_transpose(picture)).convert(MODES[channels])
+    upright = _eight_bit(ImageOps.exif_transpose(picture), window).convert(MODES[channels])
     box = (size, size) if isinstance(size, int) else size
     if box is not None and upright.size != box:
         upright = upright.resize(box, Image.Resampling.BICUBIC)
@@ -131,13 +185,10 @@ def fitted(picture: Image.Image, size: int | tuple[int, int] | None, channels: i
     return pixels.transpose(2, 0, 1) if channels == 3 else pixels[None]
 
 
-def _eight_bit(picture: Image.Image) -> Image.Image:
-    """Mend modes whose plain conversion is wrong: Pillow clips 16-bit grey to white, and palettes with alpha warn."""
-    if picture.mode.startswith("I"):
-        wide = np.clip(np.asarray(picture, dtype=np.int64), 0, 65535)
-        return Image.fromarray(((wide + 128) // 257).astype(np.uint8))
-    if picture.mode == "F":
-        raise ValueError("pictures of floating-point numbers are not supported")
+def _eight_bit(picture: Image.Image, window: Window | None) -> Image.Image:
+    """Mend modes whose plain conversion is wrong: Pillow clips wide greys to white, and palettes with alpha warn."""
+    if picture.mode.startswith(("I", "F")):
+        return Image.fromarray(windows.as_bytes(np.asarray(picture), window))
     return picture.convert("RGBA") if picture.mode in ("P", "PA") else picture
 
 

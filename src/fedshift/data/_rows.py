@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from fedshift.data.pool import Column, Pool
+from fedshift.data.windows import Window
 from fedshift.errors import UserError
 
 SPLITS = {"train": 0, "val": 1, "valid": 1, "validation": 1, "test": 2}
@@ -34,6 +35,7 @@ class Request:
     channels: int
     cache: Path | None
     attributes: tuple[str, ...] = ()
+    window: Window | None = None
 
     def path(self, text: str) -> Path:
         """The path with ``~`` and environment variables replaced."""

@@ -1,23 +1,23 @@
-"""The CSV file of a folder of pictures: what it says of each of them."""
+"""The table of a folder of pictures, CSV or Parquet: what it says of each of them."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from fedshift.data._columns import optional, usual
-from fedshift.data._rows import Request, line
+from fedshift.data._naming import meant, plain, positions
+from fedshift.data._parts import is_csv, table_part
+from fedshift.data._rows import Request
 from fedshift.errors import UserError
 
-_FILE_COLUMNS = ("file_name", "filename", "file", "path", "image", "image_path", "image_name", "image_id", "img")
-_PREFERRED = "metadata.csv"
+_PREFERRED = "metadata"
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """A CSV file, its lines in the order of the pictures."""
+    """A table, its lines in the order of the pictures."""
 
     path: Path
     file: str  # the column that names the pictures
@@ -68,13 +68,14 @@ class Sheet:
 
 
 def find_sheet(request: Request, root: Path, names: Sequence[str]) -> tuple[Sheet | None, list[str]]:
-    """The CSV file that names the pictures, if there is one, and a sentence on every one that does not.
+    """The table that names the pictures, if there is one, and a sentence on every one that does not.
 
-    It is ``metadata.csv``, any other CSV file in the folder, or the file beside it that is called like the folder.
+    It is ``metadata.csv`` (or ``.parquet``), any other table in the folder, or the file beside it that is called like it.
     """
-    inside = sorted(path for path in root.iterdir() if path.suffix.lower() == ".csv" and not path.name.startswith("."))
-    preferred = [path for path in inside if path.name == _PREFERRED]
-    beside = [path for path in [root.parent / f"{root.name}.csv"] if path.is_file()]
+    inside = sorted(path for path in root.iterdir() if _is_table(path) and not path.name.startswith("."))
+    preferred = [path for path in inside if path.stem == _PREFERRED]
+    named = [root.parent / f"{root.name}{suffix}" for suffix in (".csv", ".tsv", ".parquet")]
+    beside = [path for path in named if _is_table(path)]
     wanted = (request.columns or {}).get("image")
     found: list[Sheet] = []
     hints: list[str] = []
@@ -89,47 +90,28 @@ def find_sheet(request: Request, root: Path, names: Sequence[str]) -> tuple[Shee
             )
     if len(found) > 1:
         both = " and ".join(sheet.path.name for sheet in found[:2])
-        raise UserError(f'{both} both name pictures of the source "{request.source}": call the right one {_PREFERRED}')
+        raise UserError(
+            f'{both} both name pictures of the source "{request.source}": call the right one {_PREFERRED}.csv'
+        )
     return (found[0] if found else None), hints
 
 
+def _is_table(path: Path) -> bool:
+    return (is_csv(path) or path.suffix.lower() == ".parquet") and path.is_file()
+
+
 def _matched(path: Path, names: Sequence[str], wanted: str | None) -> Sheet | None:
-    columns, lines = _read(path)
-    if wanted is not None and wanted not in columns:
-        raise UserError(f'"{path.name}" has no column "{wanted}" (image); its columns are {", ".join(columns)}')
-    candidates = [wanted] if wanted else sorted(columns, key=lambda name: name.lower() not in _FILE_COLUMNS)
-    positions = _positions(names)
+    part = table_part(path.name, path)
+    if wanted is not None and wanted not in part.cells:
+        raise UserError(f'"{path.name}" has no column "{wanted}" (image); its columns are {", ".join(part.cells)}')
+    lines, known = part.lines(), positions(names)
+    first = usual("image", part.cells)
+    candidates = [wanted] if wanted else sorted(part.cells, key=lambda name: name != first)
     for column in candidates:
-        cells = [_plain(found.get(column) or "") for found in lines]
-        if any(cell in positions for cell in cells):
-            return Sheet(path, column, tuple(columns), _ordered(path, lines, cells, names, positions))
+        cells = [plain(found[column]) for found in lines]
+        if any(cell in known for cell in cells):
+            return Sheet(path, column, part.cells, _ordered(path, lines, cells, names, known))
     return None
-
-
-def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            header = file.readline()
-            file.seek(0)
-            reader = csv.DictReader(file, delimiter=max(",;\t", key=header.count), restval="")
-            columns = [name for name in (reader.fieldnames or []) if name]
-            return columns, list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f'"{path.name}" cannot be read as CSV: {line(error)}') from error
-
-
-def _plain(cell: str) -> str:
-    return cell.strip().replace("\\", "/").removeprefix("./")
-
-
-def _positions(names: Sequence[str]) -> dict[str, list[int]]:
-    """The pictures behind every way of naming one: its path below the folder or its name alone, with or without suffix."""
-    found: dict[str, list[int]] = {}
-    for i, name in enumerate(names):
-        path = PurePosixPath(name)
-        for called in {name, path.with_suffix("").as_posix(), path.name, path.stem}:
-            found.setdefault(called, []).append(i)
-    return found
 
 
 def _ordered(
@@ -137,18 +119,15 @@ def _ordered(
     lines: Sequence[Mapping[str, str]],
     cells: Sequence[str],
     names: Sequence[str],
-    positions: Mapping[str, Sequence[int]],
+    known: Mapping[str, Sequence[int]],
 ) -> tuple[Mapping[str, str] | None, ...]:
     """The line of every picture."""
     ordered: list[Mapping[str, str] | None] = [None] * len(names)
     for found, cell in zip(lines, cells, strict=True):
-        meant = positions.get(cell, ())
-        exact = [i for i in meant if names[i] == cell]
-        if len(exact or meant) > 1:
-            several = " and ".join(names[i] for i in meant[:2])
-            raise UserError(f'"{cell}" in "{path.name}" may be {several}: write the path below the folder')
-        for i in exact or meant:
-            if ordered[i] is not None:
-                raise UserError(f'"{path.name}" names {names[i]} twice')
-            ordered[i] = found
+        i = meant(cell, names, known, path.name)
+        if i is None:
+            continue
+        if ordered[i] is not None:
+            raise UserError(f'"{path.name}" names {names[i]} twice')
+        ordered[i] = found
     return tuple(ordered)

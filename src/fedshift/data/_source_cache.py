@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import shutil
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +15,13 @@ import numpy as np
 import torch
 
 from fedshift.data._pixels import MODES, decode
-from fedshift.data._rows import Request, Rows, line, pool_of
+from fedshift.data._rows import Request, Rows, line, pool_of, with_hints
+from fedshift.data.cache import SOURCES, making, used
 from fedshift.data.pool import Column, Pool
+from fedshift.data.windows import dark_hint
 from fedshift.errors import UserError
 
-_FORMAT = 2  # of a cache entry and of everything that decides its bytes: raise it when decoding changes
+_FORMAT = 3  # of a cache entry and of everything that decides its bytes: raise it when decoding changes
 _CODE_FIELDS = ("labels", "domains", "users", "supers", "groups", "splits")
 _NAME_FIELDS = ("classes", "domain_names", "user_names", "super_names", "group_names", "names")
 
@@ -29,14 +29,14 @@ _NAME_FIELDS = ("classes", "domain_names", "user_names", "super_names", "group_n
 def cached(request: Request, digests: Mapping[str, str], read: Callable[[], Rows]) -> Pool:
     """The pool of these files, from the cache when it is there."""
     scheme = request.source.partition(":")[0]
-    content = _text_digest([scheme, list(digests.items())])
+    content = text_digest([scheme, list(digests.items())])
     asked = [sorted((request.columns or {}).items()), list(request.attributes), request.size, request.channels]
-    key = _text_digest([_FORMAT, content, *asked])
-    entry = None if request.cache is None else Path(request.cache) / "sources" / key
+    key = text_digest([_FORMAT, content, *asked, request.window])
+    entry = None if request.cache is None else Path(request.cache) / SOURCES / key
     pool = None if entry is None else _recall(entry)
     if pool is None:
         rows = read()
-        images, originals = decode(rows, request.size, request.channels)
+        images, originals, dark = decode(rows, request.size, request.channels, request.window)
         how = "sizes kept" if request.size is None else "resized with Pillow bicubic where the size differed"
         facts: dict[str, object] = {
             "images": len(images),
@@ -46,18 +46,19 @@ def cached(request: Request, digests: Mapping[str, str], read: Callable[[], Rows
             "original": dict(originals.most_common(12)),
             "conversion": f"{images.shape[3]}x{images.shape[2]} {MODES[request.channels]}, {how}",
         }
-        pool = pool_of(rows, images, facts)
+        hint = dark_hint(dark, len(images))
+        pool = with_hints(pool_of(rows, images, facts), [hint] if hint else [])
         if entry is not None:
-            _remember(entry, pool)
+            _remember(entry, pool, request.source)
     # the string is the asker's, the rest the content's: the same bytes may be asked for under another path
     return replace(pool, provenance={"source": request.source, **pool.provenance})
 
 
-def _remember(entry: Path, pool: Pool) -> None:
+def _remember(entry: Path, pool: Pool, source: str) -> None:
     """Write an entry so that other processes see all of it or nothing."""
-    half = entry.with_name(f".{entry.name}-{uuid.uuid4().hex}")
-    try:
-        half.mkdir(parents=True)
+    if entry.exists() and _recall(entry) is None:
+        shutil.rmtree(entry, ignore_errors=True)
+    with making(entry) as half:
         np.save(half / "images.npy", pool.images.numpy(), allow_pickle=False)
         codes = {name: getattr(pool, name) for name in _CODE_FIELDS}
         codes |= {f"attribute-{i}": column.codes for i, column in enumerate(pool.attributes.values())}
@@ -65,16 +66,7 @@ def _remember(entry: Path, pool: Pool) -> None:
         names: dict[str, object] = {name: list(getattr(pool, name)) for name in _NAME_FIELDS}
         names["attributes"] = {name: list(column.values) for name, column in pool.attributes.items()}
         meta = {**names, "provenance": dict(pool.provenance), "images": file_digest(half / "images.npy")}
-        (half / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-        if entry.exists() and _recall(entry) is None:
-            shutil.rmtree(entry, ignore_errors=True)
-        if not entry.exists():  # else another process was faster, with the same content
-            os.replace(half, entry)
-    except OSError as error:
-        if _recall(entry) is None:
-            raise UserError(f'the cache cannot be written in "{entry.parent}": {line(error)}') from error
-    finally:
-        shutil.rmtree(half, ignore_errors=True)
+        (half / "meta.json").write_text(json.dumps({**meta, "source": source}), encoding="utf-8")
 
 
 def _recall(entry: Path) -> Pool | None:
@@ -91,9 +83,11 @@ def _recall(entry: Path) -> Pool | None:
             name: Column(fields.pop(f"attribute-{i}"), tuple(values))
             for i, (name, values) in enumerate(meta["attributes"].items())
         }
-        return Pool(torch.from_numpy(images), **fields, provenance=meta["provenance"])
+        pool = Pool(torch.from_numpy(images), **fields, provenance=meta["provenance"])
     except Exception:  # whatever is wrong with it, it can be made again
         return None
+    used(entry)
+    return pool
 
 
 def file_digest(path: Path) -> str:
@@ -104,7 +98,7 @@ def file_digest(path: Path) -> str:
         raise UserError(f'"{path}" cannot be read: {line(error)}') from error
 
 
-def _text_digest(value: object) -> str:
+def text_digest(value: object) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 

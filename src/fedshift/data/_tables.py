@@ -1,23 +1,20 @@
-"""The schemes ``parquet:`` and ``hub:``: tables with a column of encoded pictures, in the layout of Hugging Face."""
+"""The schemes ``parquet:``, ``csv:`` and ``hub:``: tables with a column of encoded pictures, or of their paths."""
 
 from __future__ import annotations
 
-import glob
-import json
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from fedshift.data._columns import ROLES, group_hint, optional, text_of, usual
+from fedshift.data._encoded import encoded, paths_of, picture_files
+from fedshift.data._parts import Part, hub_part, table_files, table_part
 from fedshift.data._patterns import matches
 from fedshift.data._pixels import in_threads
-from fedshift.data._rows import SPLITS, Request, Rows, as_codes, class_names, facts_of, line
-from fedshift.data._source_cache import cached, file_digest, table_digest
+from fedshift.data._rows import Request, Rows, as_codes, class_names, facts_of, line
+from fedshift.data._source_cache import cached, file_digest, table_digest, text_digest
 from fedshift.data.pool import Pool
 from fedshift.errors import UserError
 
@@ -27,9 +24,22 @@ _PATHS = re.compile(r"(?P<column>[^~]+)\.path(?:~(?P<pattern>.*))?", re.DOTALL) 
 
 
 def parquet(request: Request) -> Pool:
-    paths = _parquet_files(request)
-    digests = dict(zip(paths, in_threads(file_digest, list(paths.values())), strict=True))
-    return cached(request, digests, lambda: _read_parts(request, [parquet_part(n, p) for n, p in paths.items()]))
+    return _tables(request, ".parquet", "Parquet")
+
+
+def comma_separated(request: Request) -> Pool:
+    return _tables(request, ".csv", "CSV")
+
+
+def _tables(request: Request, suffix: str, noun: str) -> Pool:
+    files = table_files(request, suffix, noun)
+    parts = [table_part(name, path) for name, path in files.items()]
+    named = [picture_files(part, _roles(part, request.columns)["image"]) for part in parts]
+    digests = dict(zip(files, in_threads(file_digest, list(files.values())), strict=True))
+    for part, pictures in zip(parts, named, strict=True):  # a digest of all of them: the table says which is which
+        if pictures:
+            digests[f"{part.name} pictures"] = text_digest(in_threads(file_digest, list(pictures.values())))
+    return cached(request, digests, lambda: _read_parts(request, parts))
 
 
 def hub(request: Request) -> Pool:
@@ -44,83 +54,9 @@ def hub(request: Request) -> Pool:
         found = datasets.load_dataset(name, config or None)
     except Exception as error:  # the library raises its own, its hub client's and its network stack's exceptions
         raise UserError(f'the source "{request.source}" could not be loaded: {line(error)}') from error
-    parts = [_hub_part(split, data) for split, data in found.items()]
+    parts = [hub_part(split, data) for split, data in found.items()]
     digests = {part.name: table_digest(part.table(part.columns)) for part in parts}
     return cached(request, digests, lambda: _read_parts(request, parts))
-
-
-@dataclass(frozen=True)
-class Part:
-    """One Parquet file, or one split of a hub dataset."""
-
-    name: str
-    columns: tuple[str, ...]
-    names: Mapping[str, tuple[str, ...]]  # column -> the names behind its integers (ClassLabel)
-    table: Callable[[Sequence[str]], Any]  # reads some columns as a pyarrow table
-    split: str | None  # what the part's own name says
-    small: tuple[str, ...] = ()  # columns of text or whole numbers
-    local_paths: bool = False  # whether a path without bytes may be opened
-
-
-def _parquet_files(request: Request) -> dict[str, Path]:
-    """Name -> file, in a fixed order; names leave out the part of the path that differs between machines."""
-    found: dict[Path, str] = {}
-    for item in filter(None, (text.strip() for text in request.rest.split(","))):
-        path = request.path(item)
-        root, hits = path.parent, [path]
-        if path.is_dir():
-            root, hits = path, sorted(path.rglob("*.parquet"))
-        elif not path.exists():
-            hits = sorted(map(Path, glob.glob(str(path), recursive=True)))
-            while set(str(root)) & set("*?["):
-                root = root.parent
-        files = [hit for hit in hits if hit.is_file()]
-        if not files:
-            raise UserError(f'no Parquet file matches "{item}" in the source "{request.source}"')
-        for file in files:
-            found.setdefault(file, file.relative_to(root).as_posix())
-    names = Counter(found.values())
-    numbered = (name if names[name] == 1 else f"{name}#{i}" for i, name in enumerate(found.values()))
-    return dict(zip(numbered, found, strict=True))
-
-
-def parquet_part(name: str, path: Path) -> Part:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    def read(columns: Sequence[str]) -> Any:
-        try:
-            return pq.read_table(path, columns=list(columns), partitioning=None)
-        except (pa.ArrowException, OSError) as error:
-            raise UserError(f'"{name}" cannot be read as Parquet: {line(error)}') from error
-
-    try:
-        schema = pq.read_schema(path)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f'"{name}" cannot be read as Parquet: {line(error)}') from error
-    word = re.match(r"[a-z]+(?=$|[-_.])", Path(name).stem)
-    split = word.group() if word and word.group() in SPLITS else None
-    small = tuple(field.name for field in schema if re.fullmatch(r"u?int\d+|(large_)?string", str(field.type)))
-    return Part(name, tuple(schema.names), _class_labels(schema.metadata or {}), read, split, small)
-
-
-def _class_labels(metadata: Mapping[bytes, bytes]) -> dict[str, tuple[str, ...]]:
-    """Column -> class names, from the features that Hugging Face writes into a schema; odd metadata name nothing."""
-    try:
-        features = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
-        found = {column: feature["names"] for column, feature in features.items() if "names" in feature}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return {}
-    return {column: tuple(map(str, names)) for column, names in found.items() if isinstance(names, list)}
-
-
-def _hub_part(split: str, data: Any) -> Part:
-    named = {column: getattr(feature, "names", None) for column, feature in data.features.items()}
-    names = {column: tuple(map(str, found)) for column, found in named.items() if isinstance(found, list | tuple)}
-    table = data.with_format("arrow")  # pictures stay encoded: we decode them as we decode every other source's
-    kinds = {column: str(getattr(feature, "dtype", "")) for column, feature in data.features.items()}
-    small = tuple(column for column, kind in kinds.items() if re.fullmatch(r"u?int\d+|(large_)?string", kind))
-    return Part(split, tuple(data.features), names, lambda columns: table[:].select(list(columns)), split, small, True)
 
 
 def _roles(part: Part, columns: Mapping[str, str] | None) -> dict[str, str]:
@@ -202,14 +138,10 @@ def _maybe_groups(request: Request, parts: Sequence[Part], roles: Sequence[Mappi
 
 def _names(triples: Sequence[tuple[Part, Mapping[str, str], Any]]) -> list[str]:
     """What every picture is called: its path if that is its own, or else its file and row."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     paths: list[str | None] = []
     for _, found, table in triples:
         pictures = table.column(found["image"])
-        named = pa.types.is_struct(pictures.type) and pictures.type.get_field_index("path") >= 0
-        paths += pc.struct_field(pictures, "path").to_pylist() if named else [None] * len(pictures)
+        paths += paths_of(pictures) or [None] * len(pictures)
     if all(paths) and len(set(paths)) == len(paths):
         return [str(path) for path in paths]
     return [f"{part.name} row {i}" for part, _, table in triples for i in range(table.num_rows)]
@@ -231,9 +163,6 @@ def _column(part: Part, role: str, named: str) -> str:
 
 def _path_groups(part: Part, named: str, table: Any) -> list[str]:
     """What the pattern matches in every picture's path; a path in which it matches nothing is a group of its own."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     paths = _PATHS.fullmatch(named)
     assert paths is not None
     column, pattern = paths.group("column", "pattern")
@@ -241,13 +170,14 @@ def _path_groups(part: Part, named: str, table: Any) -> list[str]:
         re.compile(pattern or "")
     except (re.error, RecursionError, OverflowError) as error:
         raise UserError(f'the group "{named}" is no regular expression after its "~": {line(error)}') from error
-    kind = table.column(column).type
-    if not pa.types.is_struct(kind) or kind.get_field_index("path") < 0:
+    written = paths_of(table.column(column))
+    if written is None:
         raise UserError(f'column "{column}" of "{part.name}" holds no paths to make groups of')
-    found = pc.struct_field(table.column(column), "path").to_pylist()
-    for i, path in enumerate(found):
+    found: list[str] = []
+    for i, path in enumerate(written):
         if not path:
             raise UserError(f'there is no path in column "{column}" of "{part.name}", row {i}, to make a group of')
+        found.append(path)
     hits = matches(pattern, found) if pattern else found
     return [f"part {hit}" if hit else f"path {path}" for hit, path in zip(hits, found, strict=True)]
 
@@ -309,29 +239,3 @@ def _split_hints(parts: Sequence[Part], tables: Sequence[Any]) -> list[str] | No
                 f'the name of "{said[0].name}" says its split but that of "{part.name}" does not: rename or drop it'
             )
     return [str(part.split) for part, table in zip(parts, tables, strict=True) for _ in range(table.num_rows)]
-
-
-def encoded(part: Part, column: str, table: Any) -> list[Any]:
-    """The encoded pictures of a column, without a copy; every row must have one."""
-    found = pictures_of(part, column, table)
-    for i in (i for i, picture in enumerate(found) if picture is None):
-        raise UserError(f'there is no picture in column "{column}" of "{part.name}", row {i}')
-    return found
-
-
-def pictures_of(part: Part, column: str, table: Any) -> list[Any]:
-    """The encoded pictures of a column, without a copy; None where a row has none."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    values = table.column(column)
-    paths: list[str | None] = [None] * len(values)
-    if pa.types.is_struct(values.type):
-        fields = {values.type.field(i).name for i in range(values.type.num_fields)}
-        if part.local_paths and "path" in fields:
-            paths = pc.struct_field(values, "path").to_pylist()
-        values = pc.struct_field(values, "bytes") if "bytes" in fields else values
-    if not (pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type)):
-        raise UserError(f'column "{column}" of "{part.name}" holds no encoded pictures but {values.type}')
-    found: list[Any] = [value.as_buffer() for chunk in values.chunks for value in chunk]
-    return [Path(path) if data is None and path is not None else data for data, path in zip(found, paths, strict=True)]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
-import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedshift.data.cache import making, used
 from fedshift.data.pool import Pool
 from fedshift.data.split import LeftOut, Split
 from fedshift.data.streams import Setting, Stream
-from fedshift.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -37,13 +34,8 @@ class Stored:
 
 
 def save(folder: Path, task: Stored) -> None:
-    """Write the task's folder under a temporary name and rename it: it is there whole or not at all."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
-    except OSError as error:
-        raise UserError(f"the cache {folder.parent} cannot be written ({error.strerror}); set FEDSHIFT_CACHE") from None
-    try:
+    """Write the task's folder: it is there whole or not at all."""
+    with making(folder) as temporary:
         everyone = (*task.clients.values(), *task.unseen.values())
         arrays = _flat("clients", [part for parts in everyone for part in parts])
         arrays |= _flat("left-out", [left.rows for left in task.left_out])
@@ -75,10 +67,6 @@ def save(folder: Path, task: Stored) -> None:
             "provenance": task.provenance,
         }
         (temporary / "task.json").write_text(json.dumps(facts, default=str))
-        with contextlib.suppress(OSError):  # another process has just made the same task
-            os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def load(folder: Path, pool: Pool, content: Tensor) -> Stored | None:
@@ -94,6 +82,7 @@ def load(folder: Path, pool: Pool, content: Tensor) -> Stored | None:
         parts = _unflat("clients", arrays)
         names = [*facts["clients"], *facts["unseen"]]
         owners = {name: (parts[3 * i], parts[3 * i + 1], parts[3 * i + 2]) for i, name in enumerate(names)}
+        used(folder)
         left = zip(facts["left-out"], _unflat("left-out", arrays), strict=True)
         return Stored(
             hash=facts["hash"],

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 from fedshift.data.pool import Pool
@@ -23,6 +26,7 @@ class Rotation:
 
     seen: tuple[float, ...] = ()
     unseen: tuple[float, ...] = ()
+    resample: Literal["bilinear", "bicubic"] = "bilinear"  # bicubic: Pillow's, as in FedTTA's released code
 
     def __post_init__(self) -> None:
         """Refuse angles that are none."""
@@ -48,15 +52,15 @@ class Rotation:
         images = pool.images.clone()
         for name, index in owned.items():
             if angles[name] % 360:
-                images[index] = rotate(pool.images[index], angles[name])
+                images[index] = rotate(pool.images[index], angles[name], self.resample)
         return replace(pool, images=images)
 
     def __bool__(self) -> bool:
         return bool(self.seen or self.unseen)
 
 
-def rotate(images: Tensor, degrees: float) -> Tensor:
-    """Turn uint8 images counter-clockwise about their centre; bilinear, black outside. Quarter turns are exact.
+def rotate(images: Tensor, degrees: float, resample: Literal["bilinear", "bicubic"] = "bilinear") -> Tensor:
+    """Turn uint8 images counter-clockwise about their centre; black outside. Quarter turns are exact.
 
     >>> x = torch.arange(4, dtype=torch.uint8).reshape(1, 1, 2, 2)
     >>> rotate(x, 90).flatten().tolist()
@@ -67,9 +71,17 @@ def rotate(images: Tensor, degrees: float) -> Tensor:
     quarters = degrees / 90
     if quarters == int(quarters):
         return torch.rot90(images, int(quarters) % 4, (2, 3))
+    if resample == "bicubic":
+        return _by_pillow(images, degrees)
     angle = math.radians(degrees)
     # rows of the grid point down, so this matrix looks up where a pixel came from before a counter-clockwise turn
     matrix = torch.tensor([[math.cos(angle), -math.sin(angle), 0.0], [math.sin(angle), math.cos(angle), 0.0]])
     grid = F.affine_grid(matrix.expand(1, 2, 3), [1, *images.shape[1:]], align_corners=False)
     turned = F.grid_sample(images.float(), grid.expand(len(images), -1, -1, -1), mode="bilinear", align_corners=False)
     return turned.round().clamp(0, 255).to(torch.uint8)
+
+
+def _by_pillow(images: Tensor, degrees: float) -> Tensor:
+    planes = images.flatten(0, 1).numpy()
+    turned = [np.asarray(Image.fromarray(plane).rotate(degrees, Image.Resampling.BICUBIC)) for plane in planes]
+    return torch.from_numpy(np.stack(turned)).view_as(images) if turned else images

@@ -13,12 +13,19 @@ Where this departs from the reference implementation:
 * values are rounded to the nearest integer at the end (the reference truncates, which darkens by half a level);
 * frost is painted by a procedure instead of cropped from six photographs (see ``_frost``);
 * zooms (zoom blur, snow) are about the exact centre; the reference crops whole pixels first;
-* glass blur draws neighbours from the full square -d..d (the reference never draws +d);
 * the angle of motion blur and snow is one of 1024 equally spaced ones.
+
+The reference has two slips, which are in the published CIFAR-C and ImageNet-C files. ``published = True`` repeats them:
+
+* zoom blur takes 7 and 12 zooms instead of 6 and 11 at severities 1 and 2 of small images (and 12 at severity 1 of large
+  ones), because a rounding error lets its range go one step too far;
+* glass blur does not swap two pixels of a colour image but copies one over the other (both names are views of one
+  array), and it never draws the neighbours at +d, so that it takes from one side.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -105,9 +112,20 @@ def _glass_blur(x: Tensor, draws: _Draws, c: tuple[float, ...]) -> Tensor:
     reach, passes = round(c[1]), round(c[2])
     height, width = x.shape[2:]
     jumps = draws.integers("swaps", (2 * reach + 1) ** 2, (passes, height, width))
-    source = _filters.swap_pixels(height, width, reach, jumps)
-    blurred = _filters.gaussian_blur(x, c[0]).flatten(2)
-    return _filters.gaussian_blur(blurred.gather(2, source[:, None].expand_as(blurred)).reshape(x.shape), c[0])
+    return _through_glass(x, _filters.swap_pixels(height, width, reach, jumps), c[0])
+
+
+def _published_glass_blur(x: Tensor, draws: _Draws, c: tuple[float, ...]) -> Tensor:
+    """The same with pixels copied instead of swapped, from neighbours at -c1 to c1 - 1."""
+    reach, passes = round(c[1]), round(c[2])
+    height, width = x.shape[2:]
+    jumps = draws.integers("copies", (2 * reach) ** 2, (passes, height, width))
+    return _through_glass(x, _filters.swap_pixels(height, width, reach, jumps, copies=True), c[0])
+
+
+def _through_glass(x: Tensor, source: Tensor, sigma: float) -> Tensor:
+    blurred = _filters.gaussian_blur(x, sigma).flatten(2)
+    return _filters.gaussian_blur(blurred.gather(2, source[:, None].expand_as(blurred)).reshape(x.shape), sigma)
 
 
 def _motion_blur(x: Tensor, draws: _Draws, c: tuple[float, ...]) -> Tensor:
@@ -117,11 +135,19 @@ def _motion_blur(x: Tensor, draws: _Draws, c: tuple[float, ...]) -> Tensor:
 
 def _zoom_blur(x: Tensor, _: _Draws, c: tuple[float, ...]) -> Tensor:
     """Mean of the image and its zooms by 1, 1 + c1, ... below c0."""
-    steps = torch.arange(0.0, c[0] - 1.0 - 1e-6, c[1], dtype=torch.float64).tolist()
+    return _zoomed(x, c[1], math.ceil((c[0] - 1.0 - 1e-6) / c[1]))
+
+
+def _published_zoom_blur(x: Tensor, _: _Draws, c: tuple[float, ...]) -> Tensor:
+    """The same with as many zooms as NumPy's ``arange(1, c0, c1)`` has numbers."""
+    return _zoomed(x, c[1], math.ceil((c[0] - 1.0) / c[1]))
+
+
+def _zoomed(x: Tensor, step: float, zooms: int) -> Tensor:
     total = x
-    for step in steps:
-        total = total + _filters.zoom(x, 1.0 + step)
-    return total / (len(steps) + 1)
+    for number in range(zooms):
+        total = total + _filters.zoom(x, 1.0 + number * step)
+    return total / (zooms + 1)
 
 
 def _grey(x: Tensor) -> Tensor:
@@ -336,6 +362,9 @@ _REGISTRY: Mapping[str, _Corruption] = MappingProxyType(
 )
 
 NAMES: tuple[str, ...] = tuple(_REGISTRY)
+_PUBLISHED: Mapping[str, _Function] = MappingProxyType(
+    {"glass-blur": _published_glass_blur, "zoom-blur": _published_zoom_blur}
+)
 
 
 def _check(images: Tensor, severity: int, ids: Tensor, names: Sequence[str]) -> None:
@@ -354,12 +383,12 @@ def _check(images: Tensor, severity: int, ids: Tensor, names: Sequence[str]) -> 
         raise UserError(f"{len(images)} images need as many sample ids, not {list(ids.shape)}")
 
 
-def corrupt(images: Tensor, name: str, severity: int, seed: int, ids: Tensor) -> Tensor:
+def corrupt(images: Tensor, name: str, severity: int, seed: int, ids: Tensor, published: bool = False) -> Tensor:
     """Apply the corruption ``name`` at a severity of 1 to 5 to uint8 images ``[B, C, H, W]`` with C 1 or 3.
 
     ``ids`` ``[B]`` are the images' sample ids. Each result is a function of (seed, id, name, severity, pixels) only,
     bitwise the same in any batch on one device. Between 64 and 224 pixels the constants are interpolated with the
-    image side (see the module).
+    image side (see the module). ``published`` repeats the slips of the files that were published.
 
     >>> x = torch.arange(2 * 3 * 16 * 16).reshape(2, 3, 16, 16).to(torch.uint8)
     >>> both = corrupt(x, "fog", 3, seed=0, ids=torch.tensor([4, 9]))
@@ -372,12 +401,13 @@ def corrupt(images: Tensor, name: str, severity: int, seed: int, ids: Tensor) ->
     """
     _check(images, severity, ids, (name,))
     corruption, ids = _REGISTRY[name], ids.to(images.device)
+    apply = _PUBLISHED.get(name, corruption.apply) if published else corruption.apply
     constants = corruption.constants(severity, min(images.shape[2:]))
     chunk = max(1, _CHUNK_VALUES.get(images.device.type, 2**20) // images[:1].numel()) if len(images) else 1
     result = torch.empty_like(images, memory_format=torch.contiguous_format)
     for start in range(0, len(images), chunk):
         part = slice(start, start + chunk)
-        values = corruption.apply(images[part].float().contiguous(), _Draws(seed, name, ids[part]), constants)
+        values = apply(images[part].float().contiguous(), _Draws(seed, name, ids[part]), constants)
         result[part] = values.round().clamp(0, 255).to(torch.uint8)
     return result
 
@@ -393,7 +423,9 @@ def mixed_choice(seed: int, ids: Tensor, names: Sequence[str] = NAMES) -> Tensor
     return rng.integers(rng.seed_of(seed, "corruption", "choice"), ids, len(names))
 
 
-def corrupt_mixed(images: Tensor, severity: int, seed: int, ids: Tensor, names: Sequence[str] = NAMES) -> Tensor:
+def corrupt_mixed(
+    images: Tensor, severity: int, seed: int, ids: Tensor, names: Sequence[str] = NAMES, published: bool = False
+) -> Tensor:
     """Corrupt each image by one of ``names``, picked uniformly as a function of (seed, id).
 
     >>> x, ids = torch.full((4, 1, 8, 8), 99, dtype=torch.uint8), torch.arange(4)
@@ -408,5 +440,5 @@ def corrupt_mixed(images: Tensor, severity: int, seed: int, ids: Tensor, names: 
     for i, name in enumerate(names):
         chosen = (choice == i).nonzero()[:, 0]
         if len(chosen):
-            result[chosen] = corrupt(images[chosen], name, severity, seed, ids[chosen])
+            result[chosen] = corrupt(images[chosen], name, severity, seed, ids[chosen], published)
     return result

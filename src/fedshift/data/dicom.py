@@ -9,9 +9,17 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from fedshift.data import windows
+from fedshift.data.windows import Window
 from fedshift.errors import UserError
 
 MAGIC = slice(128, 132)
+DICOM_HEAD = 132  # bytes that tell whether a file is one
+DICOM = "dicom"  # what a picture's ``info`` has if it was made of one with more than eight bits
+
+
+class TooLarge(ValueError):
+    """A picture of more pixels than are decoded."""
 
 
 def is_dicom(data: bytes) -> bool:
@@ -24,7 +32,7 @@ def is_dicom(data: bytes) -> bool:
 
 
 def dicom_picture(
-    source: bytes | Path, window: tuple[float, float] | None = None, most_pixels: int | None = None
+    source: bytes | Path | io.BytesIO, window: Window | None = None, most_pixels: int | None = None
 ) -> Image.Image:
     """The one image of a DICOM file, 8 bits a channel, grey or RGB.
 
@@ -41,16 +49,19 @@ def dicom_picture(
     if frames > 1:
         raise ValueError(f"the DICOM file has {frames} images; give them one by one")
     if most_pixels is not None and rows * columns > most_pixels:
-        raise ValueError(f"an image of {columns}x{rows} pixels is too large")
+        raise TooLarge(f"it is too large ({columns}x{rows}, at most {most_pixels:,} pixels are read)")
     try:
         values = _values(dataset, window)
     except Exception as error:  # decoders raise whatever they stumble over
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"the DICOM image cannot be decoded: {first}") from None
-    return Image.fromarray(values)
+    picture = Image.fromarray(values)
+    if int(getattr(dataset, "BitsStored", 8)) > 8:
+        picture.info[DICOM] = True
+    return picture
 
 
-def _read(source: bytes | Path) -> Any:
+def _read(source: bytes | Path | io.BytesIO) -> Any:
     try:
         import pydicom
     except ImportError:
@@ -63,41 +74,37 @@ def _read(source: bytes | Path) -> Any:
         raise ValueError(f"the DICOM file cannot be read: {type(error).__name__}") from None
 
 
-def _values(dataset: Any, window: tuple[float, float] | None) -> np.ndarray:
+def _values(dataset: Any, window: Window | None) -> np.ndarray:
     from pydicom.pixels.processing import apply_modality_lut, apply_voi_lut
     from pydicom.pixels.utils import pixel_array
 
     stored = pixel_array(dataset)
     if stored.ndim == 3:  # colours have no window
-        return stored.astype(np.uint8) if stored.dtype == np.uint8 else _scaled(stored, stored.min(), stored.max())
+        return stored if stored.dtype == np.uint8 else windows.as_bytes(stored, None)
     values = np.asarray(apply_modality_lut(stored, dataset), dtype=np.float64)
-    if window is not None:
-        centre, width = window
-        low, high = centre - width / 2, centre + width / 2
-    elif "WindowCenter" in dataset or "VOILUTSequence" in dataset:
-        values = np.asarray(apply_voi_lut(apply_modality_lut(stored, dataset), dataset), dtype=np.float64)
-        low, high = _window_range(dataset, stored)
+    if window is None and ("WindowCenter" in dataset or "VOILUTSequence" in dataset):
+        shown = np.asarray(apply_voi_lut(apply_modality_lut(stored, dataset), dataset), dtype=np.float64)
+        shades = windows.between(shown, *_window_range(dataset, stored))
     else:
-        low, high = values.min(), values.max()
-    scaled = _scaled(values, low, high)
+        shades = windows.as_bytes(values, window, _stored_range(dataset, stored))
     inverted = getattr(dataset, "PhotometricInterpretation", "") == "MONOCHROME1"
-    return 255 - scaled if inverted else scaled
+    return 255 - shades if inverted else shades
 
 
 def _window_range(dataset: Any, stored: np.ndarray) -> tuple[float, float]:
     """From where to where the file's window maps: pydicom gives the whole output range to it."""
-    from pydicom.pixels.processing import apply_modality_lut
-
     if "VOILUTSequence" in dataset:
         item = dataset.VOILUTSequence[0]
         return 0.0, float(2 ** int(item.LUTDescriptor[2]) - 1)
+    return _stored_range(dataset, stored)
+
+
+def _stored_range(dataset: Any, stored: np.ndarray) -> tuple[float, float]:
+    """The least and the greatest value that the file can hold, after its rescaling."""
+    from pydicom.pixels.processing import apply_modality_lut
+
     bits = int(dataset.BitsStored)
     signed = int(dataset.PixelRepresentation) == 1
     extremes = np.array([-(2 ** (bits - 1)), 2 ** (bits - 1) - 1] if signed else [0, 2**bits - 1])
     low, high = np.sort(np.asarray(apply_modality_lut(extremes.astype(stored.dtype), dataset), dtype=np.float64))
     return float(low), float(high)
-
-
-def _scaled(values: np.ndarray, low: float, high: float) -> np.ndarray:
-    share = (values.astype(np.float64) - low) / max(float(high) - float(low), 1e-12)
-    return np.rint(np.clip(share, 0.0, 1.0) * 255.0).astype(np.uint8)

@@ -5,6 +5,7 @@ source                is
 ====================  ==============================================================================================
 ``embedded:digits``   five digit domains that need no file (:mod:`fedshift.data.embedded`)
 ``parquet:PATH``      Parquet in the Hugging Face layout: a file, a glob, a folder, or several with commas between
+``csv:PATH``          CSV files, one column of which has paths of pictures (so may a text column of Parquet)
 ``folder:PATH``       pictures in ``class/`` or ``domain/class/``, optionally below ``train/``, ``val/`` and ``test/``
 ``hub:OWNER/NAME``    a Hugging Face dataset, optionally ``hub:OWNER/NAME:config`` (needs the extra ``hub``)
 ====================  ==============================================================================================
@@ -29,9 +30,10 @@ from fedshift.data._columns import ROLES, text_of
 from fedshift.data._folders import folder
 from fedshift.data._pixels import MODES, as_pixels
 from fedshift.data._rows import Request, Rows, as_codes, class_names, pool_of, refuse_columns
-from fedshift.data._tables import hub, parquet
+from fedshift.data._tables import comma_separated, hub, parquet
 from fedshift.data.embedded import digits
 from fedshift.data.pool import Pool
+from fedshift.data.windows import window_of
 from fedshift.errors import UserError
 
 
@@ -42,6 +44,7 @@ def load(
     channels: int = 3,
     cache: Path | None = None,
     attributes: Sequence[str] = (),
+    window: str | Sequence[float] | None = None,
 ) -> Pool:
     """Read a source as uint8 images of one size.
 
@@ -56,6 +59,10 @@ def load(
 
     ``attributes`` are further columns that the pool carries, so that results can be told apart by them.
 
+    ``window`` is of greys of more than eight bits, in the values of the files (Hounsfield units, for CT): centre and
+    width, or a name of :data:`fedshift.data.windows.NAMED`. Left out, a DICOM file's own window holds, and what has none
+    is spread from its least to its greatest value.
+
     ``size`` resizes to a square with Pillow's bicubic filter (other shapes are stretched), and is needed when sizes
     differ. ``cache`` is a folder that keeps decoded images; the embedded digits are made faster than a cache could be
     checked.
@@ -65,7 +72,7 @@ def load(
     >>> load("ftp://host/x")
     Traceback (most recent call last):
     ...
-    fedshift.errors.UserError: the source "ftp://host/x" must start with one of embedded:, parquet:, folder:, hub:
+    fedshift.errors.UserError: the source "ftp://host/x" must start with one of embedded:, parquet:, csv:, folder:, hub:
     """
     scheme, _, rest = source.partition(":")
     if scheme not in _SCHEMES:
@@ -78,7 +85,8 @@ def load(
         raise UserError(f"channels must be 1 (grey) or 3 (RGB), not {channels!r}")
     if unknown := sorted(set(columns or ()) - set(ROLES)):
         raise UserError(f'columns has no key "{unknown[0]}"; its keys are {", ".join(ROLES)}')
-    return _SCHEMES[scheme](Request(source, rest, columns or None, size, channels, cache, tuple(attributes)))
+    request = Request(source, rest, columns or None, size, channels, cache, tuple(attributes), window_of(window))
+    return _SCHEMES[scheme](request)
 
 
 def from_arrays(
@@ -163,6 +171,7 @@ def _embedded(request: Request) -> Pool:
 _SCHEMES: dict[str, Callable[[Request], Pool]] = {
     "embedded": _embedded,
     "parquet": parquet,
+    "csv": comma_separated,
     "folder": folder,
     "hub": hub,
 }

@@ -50,6 +50,7 @@ class Scene:
     pool: Pool
     content: Tensor  # ids of the pool's images
     tests: Mapping[str, Tensor]  # client -> its test images
+    trains: Mapping[str, Tensor]  # client -> what it trains on, if it trains
     unseen: frozenset[str]  # clients of ``tests`` that do not train
     trained: Tensor  # images that somebody trains on or chooses by
     made: Mapping[str, Stream]  # streams before this one
@@ -214,13 +215,15 @@ class Corrupted(StreamKind):
     """One common corruption per image, drawn from ``names`` by the image's own id, at one severity.
 
     ``of`` names an earlier stream to corrupt instead of the clients' own test images. ``gradual`` lets the severity rise
-    from 1 to ``severity`` along the stream.
+    from 1 to ``severity`` along the stream. ``published`` repeats the slips of the published CIFAR-C and ImageNet-C files
+    in glass blur and zoom blur (:mod:`fedshift.data.corruptions`).
     """
 
     severity: int = 5
     names: tuple[str, ...] = corruptions.NAMES
     of: str = ""
     gradual: bool = False
+    published: bool = False
 
     def __post_init__(self) -> None:
         """Refuse severities and names that do not exist."""
@@ -243,7 +246,7 @@ class Corrupted(StreamKind):
             return base
         used = _union(base.index.values())
         images = corruptions.corrupt_mixed(
-            base.images[used], self.severity, self._seed(scene), base.ids[used], self.names
+            base.images[used], self.severity, self._seed(scene), base.ids[used], self.names, self.published
         )
         place = torch.full((len(base.images),), -1, dtype=torch.int64)
         place[used] = torch.arange(len(used))
@@ -263,7 +266,9 @@ class Corrupted(StreamKind):
             for severity in severities.unique().tolist():
                 here = severities == severity
                 ids = stream.ids[positions[here]]
-                own[here] = corruptions.corrupt_mixed(own[here], severity, self._seed(scene), ids, self.names)
+                own[here] = corruptions.corrupt_mixed(
+                    own[here], severity, self._seed(scene), ids, self.names, self.published
+                )
             rows = positions if stream.rows is None else stream.rows[positions]
             parts.append((own, stream.labels[positions], stream.ids[positions], rows))
             index[client] = torch.arange(start, start + len(positions))
@@ -300,13 +305,15 @@ class OutOfClient(StreamKind):
 @stream_kind("natural")
 @dataclass(frozen=True)
 class Natural(StreamKind):
-    """Images of another source with the same classes, shared out in proportion to the clients' own test labels.
+    """Images of another source with the same classes, shared out in proportion to the clients' own labels.
 
-    Client k gets ``floor(h_kc n_c / sum_j h_jc)`` images of class c (``h`` its test histogram, ``n_c`` the source's), in
-    the source's order and without overlap; what the rounding leaves over is dropped (BRFL, section 8.1). Images that
-    somebody trains on are not among the ``n_c``.
+    Client k gets ``floor(h_kc n_c / sum_j h_jc)`` images of class c (``h`` the histogram of its training images, ``n_c`` the
+    source's), in the source's order and without overlap; what the rounding leaves over is dropped (appendix D of FedTHE's
+    paper). ``match = "test"`` takes the histogram of its test images, as the authors' stand-alone benchmark does; an
+    unseen client has no others. Images that somebody trains on are not among the ``n_c``.
     """
 
+    match: Literal["train", "test"] = "train"
     source: str = ""
     columns: Mapping[str, str] = field(default_factory=dict)
 
@@ -335,7 +342,8 @@ class Natural(StreamKind):
         classes = len(other.classes)
         content = other.content()
         fresh = ~torch.isin(content, scene.content[scene.trained])  # a picture somebody trains on is no test
-        hists = torch.stack([torch.bincount(scene.pool.labels[t], minlength=classes) for t in scene.tests.values()])
+        like = {**scene.tests, **(scene.trains if self.match == "train" else {})}
+        hists = torch.stack([torch.bincount(scene.pool.labels[like[c]], minlength=classes) for c in scene.tests])
         chosen: dict[str, list[Tensor]] = {client: [] for client in scene.tests}
         for c in range(classes):
             members = ((other.labels == c) & fresh).nonzero().flatten()

@@ -21,6 +21,7 @@ from fedshift.data import _task_cache
 from fedshift.data._division import Splitting as Splitting
 from fedshift.data._division import divide
 from fedshift.data._task_cache import Stored
+from fedshift.data.cache import TASKS
 from fedshift.data.concept import Rotation
 from fedshift.data.partition import Partition
 from fedshift.data.pool import Column, Pool
@@ -182,7 +183,7 @@ def build(
         "seed": seed,
     }
     key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:20]
-    folder = None if cache is None else cache / "tasks" / key
+    folder = None if cache is None else cache / TASKS / key
     if folder is not None:
         found = _recalled(folder, pool, content, rotation)
         if found is not None:
@@ -223,10 +224,12 @@ def _make(
     task = _task(pool, content, divided.groups, clients, unseen_clients, rotation, angles)
     pool = replace(pool, images=task.images)
     tests = {client.name: client.test for client in (*clients, *unseen_clients)}
+    trains = {client.name: client.train for client in clients}
     trained = torch.cat([part for c in clients for part in (c.train, *(() if splitting.tune else (c.val,)))])
     made: dict[str, Stream] = {}
     for name, kind in streams.items():
-        scene = Scene(pool, content, tests, frozenset(c.name for c in unseen_clients), trained, dict(made), load, seed)
+        unseen = frozenset(client.name for client in unseen_clients)
+        scene = Scene(pool, content, tests, trains, unseen, trained, dict(made), load, seed)
         made[name] = kind.make(name, scene)
     counts = {"images": len(pool), "clients": len(clients), "unseen": len(unseen_clients)}
     return replace(

@@ -40,7 +40,7 @@ def own_task(federation: Federation, name: str, data: Path) -> Task:
     channels, height, width = spec.shape
     if height != width:
         raise UserError(f"a federation needs square images, not {width}x{height}; set [data] size")
-    pool = load(source_of(data), columns or None, height, channels, cache_folder())
+    pool = load(source_of(data), columns or None, height, channels, cache_folder(), window=experiment.data.window)
     settings = {key: value for key, value in experiment.split.items() if key not in ("unseen", "public", "tune")}
     splitting = with_options(Splitting, "[split]", settings)
     seed = spec.seed if experiment.data.seed is None else experiment.data.seed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from fedshift.core.adapter import Adapter
@@ -17,6 +17,8 @@ from fedshift.deploy.packet import HELD, Handle, Kind, Packet
 from fedshift.engines.base import Reply, Score
 from fedshift.engines.schedule import Plan
 from fedshift.errors import UserError
+from fedshift.privacy.frame import Frame
+from fedshift.privacy.upload import packed, unpacked
 from fedshift.runs.artefact import settings_of
 from fedshift.runs.setup import Setup
 
@@ -79,7 +81,12 @@ class Remote:
                 f"round {plan.ctx.round + 1}: {len(sound)} of at least {least} parties gave a sound reply; go on with "
                 "fedshift deploy run --resume once more of them are there"
             )
-        return {name: self._reply(sound[name], plan.ctx, locals[name]) for name in downs if name in sound}
+        replies = {name: self._reply(sound[name], plan.ctx, locals[name]) for name in downs if name in sound}
+        if not self._secure or plan.ctx.ending:
+            return replies
+        name = next(iter(downs))
+        up = self.expected(method, task, plan.ctx, plan.seed, name, downs[name])
+        return self._summed(replies, sound, packets, Frame.of(up, downs[name]).size)
 
     def evaluate(
         self, adapter: Adapter, deployed: Mapping[str, Tree], task: Task, parts: Sequence[str], seed: int
@@ -130,7 +137,39 @@ class Remote:
         ctx = Context(number, self.rounds, self.clients, "final")
         return self._facts(name, ctx, network, tree)
 
+    def expected(self, method: Method, task: Task, ctx: Context, seed: int, name: str, down: Tree) -> Tree:
+        """What a party's upload must look like before anything is done to it: only names, shapes and types are right."""
+        return rehearsed(method, self.setup, self._network(method), task, task.client(name), seed, ctx, down)
+
     # ---- inner ---------------------------------------------------------------------------------------------------------
+    @property
+    def _secure(self) -> bool:
+        return self.setup.privacy is not None and self.setup.privacy.secure
+
+    def _message(self, up: Tree, down: Tree, ctx: Context) -> Tree:
+        """What an upload looks like when it arrives."""
+        if self.setup.privacy is None or ctx.ending:
+            return up
+        if self._secure:
+            from fedshift.deploy.summing import keys_like  # most federations need no cryptography of ours
+
+            return keys_like()
+        return packed(self.setup.privacy, Frame.of(up, down), up, {})[0]
+
+    def _summed(
+        self, replies: Mapping[str, Reply], answers: Mapping[str, Packet], packets: Mapping[str, Packet], size: int
+    ) -> dict[str, Reply]:
+        """The same replies with the sum of all uploads in place of each, of those whose uploads are in it."""
+        from fedshift.deploy.summing import Sums, session_of
+
+        assert self.setup.privacy is not None
+        fine = {name: answers[name] for name, reply in replies.items() if reply.finite}
+        where = packets[next(iter(packets))].facts["round"]
+        sums = Sums(self.setup.privacy, self.asked, session_of(self.terms.federation, where), size)
+        total, survivors = sums.total(fine, lambda name: dict(packets[name].facts))
+        there = {name: replace(replies[name], up=total) for name in survivors}
+        return {name: there.get(name, reply) for name, reply in replies.items() if name in there or not reply.finite}
+
     def _facts(self, name: str, ctx: Context, network: str, local: Tree) -> dict[str, Any]:
         handle = Handle.of(local)
         where = {"round": ctx.round, "rounds": ctx.rounds, "clients": ctx.clients, "stage": ctx.stage}
@@ -142,18 +181,22 @@ class Remote:
 
     def _sound(self, method: Method, task: Task, plan: Plan, packets: Mapping[str, Packet]) -> dict[str, Packet]:
         """The answers that are what they must be; a party that says itself that it diverged is not checked further."""
-        answers, network = self.asked(packets), self._network(method)
+        answers = self.asked(packets)
         fine: dict[str, Packet] = {}
-        expected: dict[object, Tree] = {}  # by what went down
+        expected: dict[object, tuple[Tree, Tree]] = {}  # an upload and its message, by what went down
         for name, answer in answers.items():
             down = packets[name].tree
             key = shapes(down)
             try:
                 if _finite(answer):
                     if key not in expected:
-                        client = task.client(name)
-                        expected[key] = rehearsed(method, self.setup, network, task, client, plan.seed, plan.ctx, down)
-                    check_shape(answer.tree, expected[key])
+                        up = self.expected(method, task, plan.ctx, plan.seed, name, down)
+                        expected[key] = (up, self._message(up, down, plan.ctx))
+                    check_shape(answer.tree, expected[key][1])
+                    if self.setup.privacy is not None and not self._secure and not plan.ctx.ending:
+                        unpacked(
+                            self.setup.privacy, Frame.of(expected[key][0], down), answer.tree
+                        )  # says what is wrong
             except UserError as error:
                 self.note(f"{name!r} is left out of round {plan.ctx.round + 1}: {error}")
                 continue

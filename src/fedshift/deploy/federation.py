@@ -19,7 +19,9 @@ from fedshift.data.streams import Setting, Stream
 from fedshift.data.task import Client, Task
 from fedshift.deploy.engine import Terms
 from fedshift.errors import UserError
-from fedshift.experiment.schema import Experiment, Label, MethodSpec, Table
+from fedshift.experiment.schema import Experiment, MethodSpec
+from fedshift.experiment.tables import Label, Table
+from fedshift.runs.private import gives
 from fedshift.runs.setup import Setup, make_setup, streams_of
 from fedshift.store.trees import load
 
@@ -135,7 +137,11 @@ class Federation:
 
     def setup(self, task: Task) -> Setup:
         """The method on its networks; a sentence if no federation can train it."""
-        setup = make_setup(self.experiment, self.method, task)
+        setup = make_setup(self.experiment, self.method, task, clients=len(self.names))
+        if setup.privacy is not None and setup.privacy.sums and gives(setup.method):
+            raise UserError(
+                f"{self.method.title!r} gives something away after the last round, which [privacy] hides in simulation only"
+            )
         if setup.method.prepare_task(task) is not task:
             raise UserError(f"{self.method.title!r} moves all data to one place, which no federation can")
         return setup

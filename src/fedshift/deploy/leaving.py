@@ -16,6 +16,9 @@ from fedshift.deploy.packet import Packet
 from fedshift.deploy.party import Party
 from fedshift.engines.base import Compute, Score
 from fedshift.engines.sequential import Sequential
+from fedshift.privacy.frame import Frame
+from fedshift.privacy.settings import Privacy
+from fedshift.privacy.upload import packed
 from fedshift.results.plain import Sheet
 from fedshift.runs.session import Session
 
@@ -50,7 +53,7 @@ def leaving(party: Party, federation: Federation) -> list[Leaving]:
         if key not in found:
             down = party.setup.method.broadcast(start, party.client.name, ctx)
             up = rehearsed(method, party.setup, network, party.task, party.client, party.seed, ctx, down)
-            found[key] = ([], up)
+            found[key] = ([], _message(party.setup.privacy, up, down))
         found[key][0].append(round_ + 1)
     told_of = [Leaving(_rounds(numbers), entries(up)) for numbers, up in found.values()]
     last = Context(rounds, party.experiment.rounds, clients, "final")
@@ -58,11 +61,21 @@ def leaving(party: Party, federation: Federation) -> list[Leaving]:
     gift = rehearsed(method, party.setup, network, party.task, party.client, party.seed, last, down)
     if entries(gift):
         told_of.append(Leaving("once, after the last round, and when models are validated", entries(gift)))
-    if party.shares:
+    if party.shares and not party.hides:
         blank = Score(1, 0, 0.0, log_probabilities=_blank(method.arch.classes), labels=party.task.labels[:1] * 0)
         counts = told(dict.fromkeys(("val", *party.task.streams), blank))[1]
         told_of.append(Leaving("with every evaluation: counts of answers, no image's own", entries(counts)))
     return told_of
+
+
+def _message(privacy: Privacy | None, up: Tree, down: Tree) -> Tree:
+    """What travels of an upload; of a secure summation the words, whose keys and shares are few bytes for every party."""
+    if privacy is None:
+        return up
+    frame = Frame.of(up, down)
+    if privacy.secure:
+        return {"masked": {"words": torch.zeros(frame.size, dtype=torch.int32)}}
+    return packed(privacy, frame, up, {})[0]
 
 
 def _blank(classes: int) -> torch.Tensor:
@@ -76,12 +89,10 @@ def _rounds(numbers: list[int]) -> str:
 def facts(party: Party) -> dict[str, object]:
     """The plain values that leave beside tensors."""
     hello = party.answer(Packet("hello", {"federation": party.federation}))
-    shares = "for each test stream: images, right answers, summed loss" if party.shares else "nothing about test images"
-    return {
-        **hello.facts,
-        "with every round": "training loss, number of steps, whether all is finite",
-        "scores": shares,
-    }
+    tells = party.shares and not party.hides
+    beside = "whether all is finite" if party.hides else "training loss, number of steps, whether all is finite"
+    shares = "for each test stream: images, right answers, summed loss" if tells else "nothing about test images"
+    return {**hello.facts, "with every round": beside, "scores": shares}
 
 
 def check_tables(party: Party, federation: Federation) -> list[Sheet | str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,9 +38,12 @@ class Log:
         """A run was finished before."""
         self.note(f"{run}: all {rounds} rounds are done already")
 
+    def moved(self, run: str, share: float, training: bool) -> None:
+        """Not told: parties are elsewhere."""
+
     def round(self, run: str, number: int, loss: float, best: float) -> None:
         """A round has ended."""
-        self.note(f"{run}: round {number}, training loss {loss:.4f}")
+        self.note(f"{run}: round {number}" + (f", training loss {loss:.4f}" if math.isfinite(loss) else ""))
 
     def note(self, text: str) -> None:
         """Something a person should know."""

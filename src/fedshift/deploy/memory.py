@@ -7,7 +7,7 @@ best on validation stay as long as the server may come back to them. Files are w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +56,26 @@ class Memory:
         for old in self.folder.glob("settled-*.safetensors"):
             if old != self._settled(round_):
                 old.unlink(missing_ok=True)
+
+    def put_aside(self, trees: Mapping[str, Tree]) -> None:
+        """Write what is needed until a secure summation is over; what was there is forgotten."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save(self._aside, trees)
+
+    def aside(self) -> dict[str, Tree]:
+        """What was put aside; nothing if it is not there, or damaged."""
+        try:
+            return load(self._aside)[0] if self._aside.is_file() else {}
+        except UserError:
+            return {}
+
+    def forget_aside(self) -> None:
+        """Nobody can open it any more."""
+        self._aside.unlink(missing_ok=True)
+
+    @property
+    def _aside(self) -> Path:
+        return self.folder / "summing.safetensors"
 
     def _file(self, round_: int) -> Path:
         return self.folder / f"round-{round_:06d}.safetensors"

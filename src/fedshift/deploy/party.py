@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fedshift
 from fedshift.core import rng
@@ -17,14 +17,19 @@ from fedshift.data.task import Client, Task
 from fedshift.deploy.counting import told
 from fedshift.deploy.memory import Memory
 from fedshift.deploy.packet import Packet
-from fedshift.engines.base import Compute
+from fedshift.engines.base import Compute, Reply
 from fedshift.engines.reference import evaluate, first_local, placed, prepared, settle, work
 from fedshift.engines.schedule import Plan
 from fedshift.engines.torch_flags import steady
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, Experiment
+from fedshift.privacy.frame import Frame
+from fedshift.privacy.upload import UNSENT, packed, unpacked
 from fedshift.runs.setup import Setup
 from fedshift.store.folder import artefacts_folder
+
+if TYPE_CHECKING:
+    from fedshift.deploy.summing import Summand
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,11 @@ class Party:
         """Itself."""
         return self.task.clients[0]
 
+    @property
+    def hides(self) -> bool:
+        """Whether the server may see sums only, and hence no loss, no size and no counts of this party."""
+        return self.setup.privacy is not None and self.setup.privacy.sums
+
     def answer(self, packet: Packet) -> Packet:
         """Do what a packet asks for, and say what came of it; the same packet twice gives the same answer."""
         if packet.facts.get("federation") != self.federation:
@@ -55,6 +65,9 @@ class Party:
         work_of: Mapping[str, Callable[[Packet], tuple[dict[str, Any], Tree]]] = {
             "hello": self._hello,
             "train": self._train,
+            "share": self._summed,
+            "mask": self._summed,
+            "unmask": self._summed,
             "settle": self._settle,
             "evaluate": self._evaluate,
             "serve": self._serve,
@@ -68,10 +81,10 @@ class Party:
     def _hello(self, packet: Packet) -> tuple[dict[str, Any], Tree]:
         """Who it is, so that the server can weigh it and see that both mean the same."""
         facts = {
-            "samples": len(self.client.train),
+            "samples": 1 if self.hides else len(self.client.train),  # with fixed weights nobody needs to know
             "classes": list(self.task.classes),
             "shape": list(self.task.shape),
-            "shares": self.shares,
+            "shares": self.shares and not self.hides,
             "fedshift": fedshift.__version__,
         }
         return facts, {}
@@ -82,13 +95,41 @@ class Party:
         local, notes = self._local(packet, method, ctx)
         plan = Plan(method.phases(ctx), ctx, self.seed)
         reply = work(method, self._down(packet), local, *self._here(), plan, self.compute)
-        held = reply.finite and bool(reply.local)
+        message, kept = self._protected(packet, reply) if reply.finite else ({}, {})
+        held = reply.finite and bool(kept)
         if held:
             base = packet.facts.get("base")
             others = [*packet.facts.get("keep", []), *([] if base is None else [base])]
-            self.memory.keep(ctx.round + 1, to(reply.local, "cpu"), others)
-        facts = {"loss": reply.loss if reply.finite else None, "steps": reply.steps, "finite": reply.finite}
-        return {**facts, "held": held, "notes": notes}, reply.up if reply.finite else {}
+            self.memory.keep(ctx.round + 1, to(kept, "cpu"), others)
+        told = reply.finite and not self.hides
+        facts = {"loss": reply.loss if told else None, "steps": reply.steps if told else 0, "finite": reply.finite}
+        return {**facts, "held": held, "notes": notes}, message
+
+    def _protected(self, packet: Packet, reply: Reply) -> tuple[Tree, Tree]:
+        """What travels of an upload, and what is kept: as they are, or after ``[privacy]``."""
+        privacy = self.setup.privacy
+        if privacy is None:
+            return reply.up, reply.local
+        base = packet.facts.get("base")
+        before = (None if base is None else self.memory.recall(base)) or {}
+        frame = Frame.of(reply.up, self._down(packet))
+        message, unsent = packed(privacy, frame, reply.up, before)
+        if privacy.secure:
+            message = self._summand(packet).advertise(unpacked(privacy, frame, message))
+        return message, {**reply.local, **unsent}
+
+    def _summed(self, packet: Packet) -> tuple[dict[str, Any], Tree]:
+        """A phase of a secure summation."""
+        summand = self._summand(packet)
+        phases = {"share": summand.share, "mask": summand.mask, "unmask": summand.unmask}
+        return {"notes": []}, phases[packet.kind](packet)
+
+    def _summand(self, packet: Packet) -> Summand:
+        from fedshift.deploy.summing import Summand, session_of  # most federations need no cryptography of ours
+
+        if self.setup.privacy is None or not self.setup.privacy.secure:
+            raise UserError("this federation has not agreed on a secure summation")
+        return Summand(self.setup.privacy, self.memory, session_of(self.federation, int(packet.facts["round"])))
 
     def _settle(self, packet: Packet) -> tuple[dict[str, Any], Tree]:
         """The last phases of this round's models: what it gives away travels, what it keeps is put aside."""
@@ -98,7 +139,7 @@ class Party:
 
     def _evaluate(self, packet: Packet) -> tuple[dict[str, Any], Tree]:
         """Let an adapter run along its own streams; only counts are told, and only if it agrees."""
-        if not self.shares:
+        if not self.shares or self.hides:
             return {"scores": {}}, {}
         _, method = self._where(packet)
         adapter = self.setup.adapter(AdapterSpec(**packet.facts["adapter"]), method)
@@ -160,9 +201,11 @@ class Party:
         """The local state the packet continues from; one that is lost is begun anew, and the server hears of it."""
         base, notes = packet.facts.get("base"), list[str]()
         found = None if base is None else self.memory.recall(base)
+        if found is not None:  # what compression has left is no business of a method's, and all that some parties keep
+            found = {slot: leaves for slot, leaves in found.items() if slot != UNSENT}
         if found is None and base is not None:
             notes = [f"its local state of round {base} is not there any more: it begins anew"]
-        if found is None:
+        if not found:
             model = self.setup.initial(self.seed, self.compute)[packet.facts["network"]]
             found = first_local(method, model, self.task, self.client, self.seed, ctx)
         return to(found, self.compute.device), notes

@@ -14,6 +14,9 @@ HEADER, TREE = "packet", "tree/"
 TYPES: Mapping[str, str] = {
     "hello": "query.hello",
     "train": "train.train",
+    "share": "train.share",
+    "mask": "train.mask",
+    "unmask": "train.unmask",
     "settle": "train.settle",
     "evaluate": "evaluate.evaluate",
     "serve": "query.serve",

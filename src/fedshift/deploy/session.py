@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -17,12 +18,16 @@ from fedshift.core.tree import Tree
 from fedshift.data.task import Client, Task
 from fedshift.deploy.engine import Remote
 from fedshift.deploy.packet import Handle
-from fedshift.engines.base import Compute, Engine, Score
+from fedshift.engines.base import Compute, Engine, Reply, Score
+from fedshift.privacy.frame import Frame
+from fedshift.privacy.noise import Noise, secret
 from fedshift.runs.artefact import settings_of
 from fedshift.runs.deployment import Deployment
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
+from fedshift.runs.round import Begun
 from fedshift.runs.session import Session
+from fedshift.runs.uploads import Delivered
 from fedshift.store.metric import VALIDATION
 from fedshift.store.state import State
 from fedshift.store.trees import load
@@ -76,6 +81,34 @@ class ServerSession(Session):
     def prepared(self, adapter: Adapter, tree: Tree, client: Client) -> Tree:
         """A party does that itself, with its own images."""
         return tree
+
+    def _delivered(self, state: State, begun: Begun, replies: Mapping[str, Reply]) -> Delivered:
+        """Parties have done their half of ``[privacy]``; what they sent is looked at as far as it can be."""
+        privacy = self.setup.privacy
+        if privacy is None:
+            return super()._delivered(state, begun, replies)
+        messages = {name: reply.up for name, reply in replies.items() if reply.finite}
+        if not messages and not self.uploads.always:
+            return Delivered({}, 0)
+        names = list(messages) or [self.task.clients[0].name]
+        downs = {**self._downs(state.server, [self.task.client(name) for name in names], begun.ctx), **begun.downs}
+        up = self._remote.expected(self.setup.method, self.task, begun.ctx, self.seed, names[0], downs[names[0]])
+        frames = {name: Frame.of(up, downs[name]) for name in names}
+        if not messages:
+            return self.uploads.nothing(frames[names[0]], (begun.ctx.round,))
+        if privacy.secure:
+            found = messages[names[0]]["sum"]
+            weights = (int(found["up"]), int(found["down"]))
+            return self.uploads.of_sum(frames[names[0]], found["total"], names, *weights)
+        return self.uploads.received(messages, frames, (begun.ctx.round,))
+
+    def _noise(self) -> Noise:
+        """A seed that others know would take it off again."""
+        return secret
+
+    def _lots(self, number: int) -> list[float]:
+        """Who is drawn is nobody's business either."""
+        return [secrets.randbelow(1 << 53) / (1 << 53) for _ in self.training.clients]
 
     def _local(self, state: State, client: Client, ctx: Context) -> Tree:
         return state.locals.get(client.name, {})

@@ -7,11 +7,12 @@ import torch
 from fedshift.engines.base import Compute, Engine
 from fedshift.engines.cores import usable_cores
 from fedshift.engines.parallel import Parallel
+from fedshift.engines.ray import Ray
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
 from fedshift.errors import UserError
 
-ENGINES = ("auto", "sequential", "parallel", "vmapped")
+ENGINES = ("auto", "sequential", "parallel", "vmapped", "ray")
 
 
 def engine_for(name: str, compute: Compute, has_convolution: bool, clients: int) -> tuple[str, Engine]:
@@ -28,7 +29,7 @@ def engine_for(name: str, compute: Compute, has_convolution: bool, clients: int)
             name = "vmapped"
         else:
             name = "parallel" if clients > 1 and usable_cores() > 1 else "sequential"
-    makers = {"sequential": Sequential, "parallel": Parallel, "vmapped": Vmapped}
+    makers = {"sequential": Sequential, "parallel": Parallel, "vmapped": Vmapped, "ray": Ray}
     if name not in makers:
         raise UserError(f"there is no engine {name!r}; there are: {', '.join(ENGINES)}")
     return name, makers[name](compute)

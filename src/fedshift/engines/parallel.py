@@ -16,7 +16,8 @@ import signal
 import sys
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -37,14 +38,15 @@ from fedshift.data.task import Task
 from fedshift.engines import shipping
 from fedshift.engines.base import Compute, Reply, Score
 from fedshift.engines.cores import usable_cores
+from fedshift.engines.dealing import PIECES_PER_WORKER, apart, common_of, joined, pieces_of
+from fedshift.engines.pulse import PAUSE, Counts, counted
 from fedshift.engines.schedule import Plan
-from fedshift.engines.scratch import MEMORY, Scratch
+from fedshift.engines.scratch import Scratch, roomy_memory
 from fedshift.engines.sequential import Sequential
 from fedshift.errors import UserError
 from fedshift.store.trees import load, write
 
 T = TypeVar("T")
-PIECES_PER_WORKER = 4  # small enough pieces that no core waits long for the last one
 CONTEXT = LokyContext()  # by its name it would be joblib's copy of loky, once scikit-learn has been imported
 
 
@@ -56,7 +58,7 @@ class Parallel:
         if self.compute.device.type != "cpu":
             raise UserError("the parallel engine works on CPU cores; use engine vmapped on a GPU")
         self.workers = workers or usable_cores()
-        self._scratch = Scratch(_shared_memory())
+        self._scratch = Scratch(roomy_memory())
         self._shipped: dict[int, tuple[object, str | None]] = {}
         self._fresh: set[str | None] = set()  # shipped since the last task
 
@@ -69,20 +71,22 @@ class Parallel:
             return Sequential(self.compute).train(method, downs, locals, task, plan)
         where = self._ship_task(task)
         names = list(downs)
-        pieces = _pieces(names, [len(task.client(name).train) for name in names], self.workers * PIECES_PER_WORKER)
-        common = _common([downs[name] for name in names])
-        inbox = self._file()
+        pieces = pieces_of(names, [len(task.client(name).train) for name in names], self.workers * PIECES_PER_WORKER)
+        common = common_of([downs[name] for name in names])
+        inbox, beats = self._file(), self._file()
         write(inbox, {"common": common}, seal=False)
-        jobs = []
+        jobs: list[tuple[Any, ...]] = []
         for piece in pieces:
             letter = self._file()
-            own = {f"down {name}": _apart(downs[name], common) for name in piece}
+            own = {f"down {name}": apart(downs[name], common) for name in piece}
             write(letter, {**own, **{f"local {name}": locals.get(name, {}) for name in piece}}, seal=False)
-            jobs.append((shipped, where, str(inbox), str(letter), piece, plan, self.compute, str(self._file())))
+            told = (str(beats), len(jobs))
+            jobs.append((shipped, where, str(inbox), str(letter), piece, plan, self.compute, str(self._file()), told))
         replies: dict[str, Reply] = {}
-        for answer in self._run(_train_piece, jobs):
+        for answer in self._run(_train_piece, jobs, Counts(beats, len(jobs))):
             replies |= _read_replies(answer)
-        inbox.unlink()
+        for file in (inbox, beats):
+            file.unlink()
         return {name: replies[name] for name in names}
 
     def evaluate(
@@ -95,25 +99,27 @@ class Parallel:
         where = self._ship_task(task)
         names = list(deployed)
         sizes = [sum(len(task.samples(task.client(name), part)) for part in parts) for name in names]
-        common = _common(list(deployed.values()))
-        inbox = self._file()
+        common = common_of(list(deployed.values()))
+        inbox, beats = self._file(), self._file()
         write(inbox, {"common": common}, seal=False)
-        jobs = []
-        for piece in _pieces(names, sizes, self.workers * PIECES_PER_WORKER):
+        jobs: list[tuple[Any, ...]] = []
+        for piece in pieces_of(names, sizes, self.workers * PIECES_PER_WORKER):
             letter = self._file()
-            write(letter, {name: _apart(deployed[name], common) for name in piece}, seal=False)
-            jobs.append((shipped, where, str(inbox), str(letter), piece, list(parts), seed, self.compute))
+            write(letter, {name: apart(deployed[name], common) for name in piece}, seal=False)
+            told = (str(beats), len(jobs))
+            jobs.append((shipped, where, str(inbox), str(letter), piece, list(parts), seed, self.compute, told))
         scores: dict[tuple[str, str], Score] = {}
-        for part in self._run(_evaluate_piece, jobs):
+        for part in self._run(_evaluate_piece, jobs, Counts(beats, len(jobs))):
             scores |= part
-        inbox.unlink()
+        for file in (inbox, beats):
+            file.unlink()
         return {(name, part): scores[name, part] for name in names for part in parts}
 
     def close(self) -> None:
         """Remove the shared files; the worker processes are shared by all engines and end when idle."""
         self._scratch.close()
 
-    def _run(self, function: Callable[..., T], jobs: Iterable[tuple[Any, ...]]) -> list[T]:
+    def _run(self, function: Callable[..., T], jobs: Sequence[tuple[Any, ...]], counts: Counts) -> list[T]:
         environment = shipping.environment()
         with _set(environment):  # loky has helpers beside its workers, which take the environment as it is
             resource_tracker.ensure_running()
@@ -130,7 +136,7 @@ class Parallel:
             env=environment,
         )
         try:
-            return [future.result() for future in [pool.submit(function, *job) for job in jobs]]
+            return self._awaited([pool.submit(function, *job) for job in jobs], counts)
         except (TerminatedWorkerError, BrokenProcessPool) as error:
             number = re.search(r"\(-(\d+)\)", str(error))  # loky gives exit codes in its sentence alone
             raise UserError(
@@ -140,6 +146,17 @@ class Parallel:
             if not isinstance(error, Exception):  # somebody stops the program: nobody waits for work under way
                 pool.shutdown(kill_workers=True)
             raise
+
+    @staticmethod
+    def _awaited(futures: Sequence[Future[T]], counts: Counts) -> list[T]:
+        """What came of them, the first failure at once; meanwhile it is passed on how far they are."""
+        waiting: Sequence[Future[T]] | set[Future[T]] = futures
+        while waiting:
+            done, waiting = wait(waiting, PAUSE, FIRST_COMPLETED)
+            counts.pass_on()
+            for future in done:
+                future.result()
+        return [future.result() for future in futures]
 
     def _file(self) -> Path:
         return self._scratch.path / uuid.uuid4().hex
@@ -188,14 +205,6 @@ class Parallel:
         return cast(str, self._shipped[id(task)][1])
 
 
-def _shared_memory() -> str | None:
-    """Memory-backed storage if there is room for a data set in it."""
-    try:
-        return str(MEMORY) if shutil.disk_usage(MEMORY).free > 2 << 30 and os.access(MEMORY, os.W_OK) else None
-    except OSError:
-        return None
-
-
 def ended_by(code: int) -> str:
     """How a process ended, from its exit code.
 
@@ -223,35 +232,6 @@ def _set(variables: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _pieces(names: Sequence[str], sizes: Sequence[int], count: int) -> list[list[str]]:
-    """Clients dealt into pieces of about equal work, the largest clients first."""
-    pieces: list[list[str]] = [[] for _ in range(min(count, len(names)))]
-    loads = [0] * len(pieces)
-    for size, name in sorted(zip(sizes, names, strict=True), reverse=True):
-        lightest = loads.index(min(loads))
-        pieces[lightest].append(name)
-        loads[lightest] += size + 1
-    return pieces
-
-
-def _common(trees: Sequence[Tree]) -> Tree:
-    """The leaves that are one and the same tensor in all trees: they are written once."""
-    first, *rest = trees
-    return {
-        slot: {n: leaf for n, leaf in leaves.items() if all(tree.get(slot, {}).get(n) is leaf for tree in rest)}
-        for slot, leaves in first.items()
-    }
-
-
-def _apart(tree: Tree, common: Tree) -> Tree:
-    """What is not common; the slot stays, even if empty."""
-    return {slot: {n: x for n, x in leaves.items() if n not in common.get(slot, {})} for slot, leaves in tree.items()}
-
-
-def _joined(own: Tree, common: Tree) -> Tree:
-    return {slot: {**common.get(slot, {}), **leaves} for slot, leaves in own.items()}
 
 
 def _read_replies(path: str) -> dict[str, Reply]:
@@ -316,14 +296,23 @@ def _mapped(path: Path) -> torch.Tensor:
 
 
 def _train_piece(
-    shipped: str, where: str, inbox: str, letter: str, piece: list[str], plan: Plan, compute: Compute, answer: str
+    shipped: str,
+    where: str,
+    inbox: str,
+    letter: str,
+    piece: list[str],
+    plan: Plan,
+    compute: Compute,
+    answer: str,
+    told: tuple[str, int],
 ) -> str:
     common = load(Path(inbox))[0]["common"]
     trees = load(Path(letter))[0]
     Path(letter).unlink()
-    downs = {name: _joined(trees[f"down {name}"], common) for name in piece}
+    downs = {name: joined(trees[f"down {name}"], common) for name in piece}
     locals = {name: trees[f"local {name}"] for name in piece}
-    replies = Sequential(compute).train(_thing(shipped), downs, locals, _task(where), plan)
+    with counted(*told):
+        replies = Sequential(compute).train(_thing(shipped), downs, locals, _task(where), plan)
     rows = [[name, repr(reply.loss), reply.steps, reply.finite] for name, reply in replies.items()]
     ups = {f"up {name}": reply.up for name, reply in replies.items()}
     kept = {f"local {name}": reply.local for name, reply in replies.items()}
@@ -332,10 +321,19 @@ def _train_piece(
 
 
 def _evaluate_piece(
-    shipped: str, where: str, inbox: str, letter: str, piece: list[str], parts: list[str], seed: int, compute: Compute
+    shipped: str,
+    where: str,
+    inbox: str,
+    letter: str,
+    piece: list[str],
+    parts: list[str],
+    seed: int,
+    compute: Compute,
+    told: tuple[str, int],
 ) -> dict[tuple[str, str], Score]:
     common = load(Path(inbox))[0]["common"]
     trees = load(Path(letter))[0]
     Path(letter).unlink()
-    deployed = {name: _joined(trees[name], common) for name in piece}
-    return Sequential(compute).evaluate(_thing(shipped), deployed, _task(where), parts, seed)
+    deployed = {name: joined(trees[name], common) for name in piece}
+    with counted(*told):
+        return Sequential(compute).evaluate(_thing(shipped), deployed, _task(where), parts, seed)

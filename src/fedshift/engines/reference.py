@@ -24,6 +24,7 @@ from fedshift.data.task import Client, Samples, Task
 from fedshift.engines import augment
 from fedshift.engines.balance import balance_of
 from fedshift.engines.base import Compute, Density, Reply, Score, sound
+from fedshift.engines.pulse import beat
 from fedshift.engines.schedule import Plan, batches, draw, fitting, seeds_for
 
 T = TypeVar("T")
@@ -149,6 +150,7 @@ def work(method: Method, down: Tree, local: Tree, client: Client, task: Task, pl
             steps = order.split(sizes)
             for size, batch in _batches(method, phase, part, steps, plan, client.name, compute, cached):
                 state = augment.step(method, state, batch, fitting(phase, method.arch, size), lay)
+                beat(size)
     return conclude(method, state, down, local, plan)
 
 
@@ -244,6 +246,7 @@ def evaluate(
             shown = predictions(adapter, deployed, samples, setting, seed, compute, state, fit=number == 0)
             for output, labels, current in shown:
                 state = current
+                beat(len(labels))
                 if number == setting.passes - 1:
                     fine = sound(output.logits)
                     lost = len(labels) - int(fine.sum())

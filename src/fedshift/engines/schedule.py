@@ -71,6 +71,20 @@ def batches(
     return orders.flatten()[: sum(sizes)], sizes
 
 
+def work_of(n: int, phase: Phase, train: Train) -> int:
+    """About how many samples a client with n of them works on in a phase.
+
+    >>> work_of(70, Phase(epochs=2), Train()), work_of(70, Phase(steps=3), Train(batch_size=32))
+    (140, 96)
+    """
+    if phase.kind == "fold" or n == 0:
+        return n
+    steps = train.local_steps if phase.steps is None and phase.epochs is None else phase.steps
+    if steps is not None:
+        return steps * min(n, train.batch_size)
+    return n * (train.local_epochs if phase.epochs is None else phase.epochs)
+
+
 def _sizes(n: int, train: Train, no_singles: bool) -> list[int]:
     """The batch sizes of one epoch."""
     full, rest = divmod(n, train.batch_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import mimetypes
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -88,7 +89,7 @@ def _parsed(name: str, entry: Traversable) -> dict[str, Any]:
         raise UserError(f"{name} has too many brackets within brackets") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{name} cannot be read ({error})") from None
-    for key in ("small", "sweep"):
+    for key in ("small", "paper", "sweep"):
         if not isinstance(table.get(key, {}), dict):
             raise UserError(f"{name}: [{key}] must be a table")
     return table
@@ -98,8 +99,8 @@ def merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """A table on top of the one it extends: tables merge, everything else, lists too, is replaced.
 
     An empty table empties the base's. ``[model]`` and ``[partition]`` start anew under another name or kind, whose options
-    are others. What is swept in the base and set here is not swept any more, and methods or streams of one's own are not
-    replaced by the base's ``[small]`` ones.
+    are others. What is swept in the base and set here is not swept any more, methods or streams of one's own are not
+    replaced by the base's ``[small]`` ones, and its ``[paper]`` settings are of methods that are there.
 
     >>> merged({"train": {"lr": 0.1, "momentum": 0.9}, "seeds": [0, 1]}, {"train": {"lr": 0.5}, "seeds": [3]})
     {'train': {'lr': 0.5, 'momentum': 0.9}, 'seeds': [3]}
@@ -118,7 +119,14 @@ def merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
                     table[part] = {name: v for name, v in table[part].items() if not name.startswith(f"{key}.")}
     if isinstance(table.get("small"), dict):
         table["small"] = {name: v for name, v in table["small"].items() if not isinstance(own.get(name), list)}
+    if isinstance(table.get("paper"), dict) and isinstance(own.get("method"), list):
+        table["paper"] = {key: v for key, v in table["paper"].items() if _has_place(own, key.split("."))}
     return _joined(table, own)
+
+
+def _has_place(table: Mapping[str, Any], key: Sequence[str]) -> bool:
+    """Whether a dotted key is of no method, of all of them, or of one that is there."""
+    return key[0] != "method" or key[1] in TABLES or setting(table, key[:-1]) is not None
 
 
 def _joined(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,10 +209,18 @@ def copied(value: Any) -> Any:
 
 
 def source_of(path: Path) -> str:
-    """The source string of a Parquet file, a folder of them, or a folder of pictures.
+    """The source string of a Parquet or CSV file, a folder of Parquet files, or a folder of pictures.
 
-    >>> source_of(Path("scans.parquet"))
-    'parquet:scans.parquet'
+    >>> source_of(Path("scans.parquet")), source_of(Path("scans.csv"))
+    ('parquet:scans.parquet', 'csv:scans.csv')
     """
-    tables = path.suffix == ".parquet" or (path.is_dir() and any(path.rglob("*.parquet")))
+    if path.suffix.lower() in (".csv", ".tsv"):
+        return f"csv:{path}"
+    tables = path.suffix == ".parquet" or (path.is_dir() and any(path.rglob("*.parquet")) and not _has_pictures(path))
     return f"{'parquet' if tables else 'folder'}:{path}"
+
+
+def _has_pictures(folder: Path) -> bool:
+    """Whether a table in it is only about the pictures beside it."""
+    kinds = (mimetypes.guess_type(path.name)[0] or "" for path in folder.rglob("*"))
+    return any(kind.startswith("image/") or kind == "application/dicom" for kind in kinds)

@@ -10,15 +10,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fedshift.core import rng
 from fedshift.core.adapter import Adapter
 from fedshift.core.tree import Tree
-from fedshift.data.task import Client, Task
+from fedshift.data.task import Client
 from fedshift.engines.base import Compute, Engine, sound
 from fedshift.errors import UserError
+from fedshift.experiment.schema import AdapterSpec
 from fedshift.inspect.following import Curve, follow
 from fedshift.inspect.pad import Distances, distances
 from fedshift.inspect.risk import average_risk, confusion, local_risk
 from fedshift.results.plots.tsne import places
+from fedshift.runs.calibrate import calibrated
 from fedshift.runs.features import outputs, stream_of
 from fedshift.runs.open import state_of
 from fedshift.runs.plan import Job
@@ -31,6 +34,7 @@ from fedshift.store.state import State
 
 T = TypeVar("T")
 MODELS = ("deployed", "global")
+PLAIN = AdapterSpec(name="none")
 MOST_CLIENTS = 40  # whose pairs are compared, spread evenly over all
 MOST_POINTS = 2000  # that t-SNE places
 COARSE = 10  # images of a client, below which its PAD has a few values only
@@ -45,6 +49,8 @@ class Wish:
     samples: int = 200  # images of each client whose features are compared
     model: str = "deployed"
     steps: int = 0  # of adaptation on a learnt loss that are followed
+    adapter: str = ""  # a label of the run's, or any name: models that have adapted to what they are shown
+    stream: str = ""  # left out: original, or else the first one
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
@@ -89,6 +95,7 @@ class Look:
     job: Job
     model: str  # "global", or "personal": clients' own
     round: int
+    adapter: str  # whose adaptation models have gone through; empty: none
     wanted: Wanted
     parts: tuple[Part, ...]
     risks: Mapping[
@@ -146,26 +153,39 @@ class Heard(Silent):
 
 
 def look(
-    job: Job, name: str, wish: Wish, engine: Engine, compute: Compute, doing: Callable[[str], object] = lambda _: None
+    job: Job,
+    name: str,
+    wish: Wish,
+    engine: Engine,
+    compute: Compute,
+    doing: Callable[[str], object] = lambda _: None,
+    spec: AdapterSpec = PLAIN,
 ) -> Look:
-    """Look at one run; nothing is written. ``doing`` is told what takes a moment."""
+    """Look at one run; nothing is written. ``doing`` is told what takes a moment, ``spec`` is the adapter at work."""
     heard = Heard()
     session = job.session(engine, compute, heard)
     state = state_of(job.folder, wish.select, compute.device)
     doing(f"{job.title}: models of round {state.round}")
-    model, trees = _served(job, session, state, wish.model)
+    model, trees = _served(job, session, state, wish.model, spec)
     if wish.model != "deployed" and model == "personal":
         heard.note(f"{job.setup.spec.title} has no global model; these are its clients' own")
-    wanted = Wanted(wish.samples, stream_of(job.task), job.seed, job.task.hash)
+    if wish.stream and wish.stream not in job.task.streams:
+        there = ", ".join(job.task.streams)
+        raise UserError(f"{job.folder.path} has no stream {wish.stream!r}; it has: {there}")
+    wanted = Wanted(wish.samples, wish.stream or stream_of(job.task), job.seed, job.task.hash)
+    if spec.name != PLAIN.name or wish.stream:
+        how = "without adaptation" if spec.name == PLAIN.name else f"with adapter {spec.title}"
+        heard.note(f"models answer to stream {wanted.stream!r} {how}")
     clients = [c for name in trees if len(job.task.samples(c := job.task.client(name), wanted.stream))]
     if not clients:
         raise UserError(f"no client of {job.folder.path} has images in stream {wanted.stream!r}")
     # means are of clients that trained; where only unseen ones are tested they are of those
     counted = {client.name for client in clients if client in job.task.clients} or {client.name for client in clients}
-    plain = {c.name: job.setup.plain[arch] for arch, members in session.by_arch(clients).items() for c in members}
+    adapters = job.setup.adapters(spec, session.context(state.round))
+    own = {c.name: adapters[arch] for arch, members in session.by_arch(clients).items() for c in members}
     kept = {client.name for client in evenly(clients, MOST_CLIENTS)}
     doing(f"{job.title}: features")
-    every = [_part(job.task, client, plain[client.name], trees[client.name], wanted, compute) for client in clients]
+    every = [_part(session, client, own[client.name], trees[client.name], wanted, compute) for client in clients]
     parts = tuple(part for part in every if part.client in kept)
     compared = [client.name for client in clients if client.name in kept & counted]
     why = incomparable(parts)
@@ -190,6 +210,7 @@ def look(
         job=job,
         model=model,
         round=state.round,
+        adapter="" if spec.name == PLAIN.name else spec.title,
         wanted=wanted,
         parts=parts,
         risks={part.client: part.risk for part in every if part.client in counted},
@@ -203,13 +224,13 @@ def look(
     )
 
 
-def _served(job: Job, session: Session, state: State, model: str) -> tuple[str, dict[str, Tree]]:
+def _served(job: Job, session: Session, state: State, model: str, spec: AdapterSpec) -> tuple[str, dict[str, Tree]]:
     """What every client, seen or not, predicts with, and whether that is a global model."""
     if model == "global" and job.model == "personal":
         shared = _shared(job, session, state)
         if shared is not None:
             return "global", {client.name: shared for client in (*job.task.clients, *job.task.unseen)}
-    deployment = session.deploy(state)
+    deployment = calibrated(session, session.deploy(state), [spec])
     return job.model, {**deployment.trained(), **session.unseen(deployment)}
 
 
@@ -222,9 +243,11 @@ def _shared(job: Job, session: Session, state: State) -> Tree | None:
     return session.deploy(state).admit(task, session.engine, session.compute)[0].get(ANYONE)
 
 
-def _part(task: Task, client: Client, adapter: Adapter, deployed: Tree, wanted: Wanted, compute: Compute) -> Part:
+def _part(session: Session, client: Client, adapter: Adapter, deployed: Tree, wanted: Wanted, compute: Compute) -> Part:
+    task = session.task
     samples = task.samples(client, wanted.stream)
-    features, logits, labels = outputs(adapter, deployed, samples, compute)
+    ready, seed = session.prepared(adapter, deployed, client), rng.seed_of(session.seed, "adapter")
+    features, logits, labels = outputs(adapter, ready, samples, compute, task.setting(wanted.stream), seed)
     positions = positions_of(len(samples), wanted.at_most, wanted.seed, client.name)
     answers, fine = logits.argmax(1), sound(logits)
     return Part(

@@ -29,7 +29,8 @@ from fedshift.results.plain import Sheet
 from fedshift.results.plots.pictures import density_picture
 from fedshift.results.result import Result
 from fedshift.results.tables import BROKEN, short_name
-from fedshift.runs.open import SELECTIONS, open_run
+from fedshift.runs.open import SELECTIONS, choose_adapter, open_run
+from fedshift.runs.own_network import headed
 from fedshift.runs.setup import Network
 from fedshift.store.files import Damaged, write
 from fedshift.store.folder import find_runs
@@ -74,13 +75,17 @@ def inspect(
     steps: int = 0,
     device: str = "auto",
     network: Network | None = None,
+    head: str | None = None,
     data: Pool | Task | None = None,
+    adapter: str = "",
+    stream: str = "",
     doing: Callable[[str], object] = lambda _: None,
 ) -> dict[str, Any]:
     """Look at finished runs, write page, numbers and pictures into ``out`` (default ``RUN/inspect``); the numbers return.
 
     ``path`` is a run folder or any folder above some; ``network`` and ``data`` are those the runs were given in Python. With
-    ``steps`` adaptation on a learnt loss (FedTTA) is followed so far.
+    ``steps`` adaptation on a learnt loss (FedTTA) is followed so far. ``adapter`` (a label of the run's own, or any name)
+    lets models adapt along the stream they are looked at on, which is ``stream``, or else ``original``.
 
     >>> import tempfile
     >>> from fedshift import Experiment, run
@@ -92,12 +97,12 @@ def inspect(
     """
     if select not in SELECTIONS:
         raise UserError(f"--select must be {' or '.join(SELECTIONS)}, not {select!r}")
-    wish = Wish(select, samples, model, steps)
+    wish = Wish(select, samples, model, steps, adapter, stream)
     folders = find_runs(Path(path))
     target = Path(out) if out is not None else within(Path(path), "inspect")
     _check(target)
     collected, damaged = collect(folders), list[Damaged]()
-    looks = list(looks_at(collected.folders, wish, device, network, data, doing, damaged))
+    looks = list(looks_at(collected.folders, wish, device, headed(network, head), data, doing, damaged))
     if not looks:
         raise damaged[0]
     drawn = list({look.name: look for look in reversed(looks)}.values())[::-1]  # the first seed of each
@@ -133,14 +138,16 @@ def looks_at(
     task: Task | None = None
     for path, name in names_of(folders).items():
         doing(f"making {name} again")
-        job = open_run(path, network).job(task, data)
+        opened = open_run(path, network)
+        job = opened.job(task, data)
         task = job.task
         compute = compute_for(device, job.experiment.precision)
         convolutions = any(method.arch.has_convolution for method in job.setup.methods.values())
         _, engine = engine_for("auto", compute, convolutions, len(task.clients))
         with steady(compute.tf32):
             try:
-                yield look_at(job, name, wish, engine, compute, doing)
+                spec = choose_adapter(opened.scored, wish.adapter or "none")
+                yield look_at(job, name, wish, engine, compute, doing, spec)
             except Damaged as error:
                 if damaged is None:
                     raise
@@ -161,6 +168,7 @@ def as_dict(look: Look) -> dict[str, Any]:
         "round": look.round,
         "model": look.model,
         "stream": look.wanted.stream,
+        **({"adapter": look.adapter} if look.adapter else {}),
         "classes": list(look.job.task.classes),
         "clients": [part.client for part in look.parts],
         "unseen": [part.client for part in look.parts if part.unseen],

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from fedshift.data._columns import ROLES
-from fedshift.data._folders import SUFFIXES, others, walk
+from fedshift.data._encoded import paths_of, pictures_of
+from fedshift.data._parts import Part, is_csv, table_part
 from fedshift.data._pixels import decode_readable, undecodable
 from fedshift.data._rows import Rows
-from fedshift.data._tables import Part, parquet_part, pictures_of
+from fedshift.data._walk import SUFFIXES, is_picture, others, walk
+from fedshift.data.windows import Window, dark_hint
 from fedshift.errors import UserError
 
 MOST_NAMED = 10  # of pictures that cannot be read; all of them are in the report's file
@@ -31,6 +33,7 @@ class Images:
     truth: Tensor | None  # int64 [N], where the labels are known
     resized: int = 0
     converted: int = 0  # from grey to colour, or the other way round
+    dark: int = 0  # of more than eight bits, and almost nothing can be seen
     left_out: tuple[str, ...] = ()  # files beside them that are no pictures
     broken: tuple[tuple[str, str], ...] = ()  # pictures that cannot be read: name, and what is wrong
 
@@ -40,6 +43,7 @@ class Images:
         colours = "grey" if channels == 1 else "colour"
         done = {f"resized to {width}x{height}": self.resized, f"converted to {colours}": self.converted}
         said = [f"{count} of {len(self.names)} images were {what}" for what, count in done.items() if count]
+        said += [dark_hint(self.dark, len(self.names))] if self.dark else []
         said += [_skipped(self.broken, len(self.names) + len(self.broken))] if self.broken else []
         return said + ([_left_out(self.left_out)] if self.left_out else [])
 
@@ -60,11 +64,13 @@ def read_images(
     classes: Sequence[str],
     columns: Mapping[str, str] | None = None,
     strict: bool = False,
+    window: Window | None = None,
 ) -> Images:
     """Read pictures as the run's own were read: colours converted, other sizes resized with Pillow's bicubic filter.
 
     A folder has its pictures in it (no labels) or in folders named like classes. ``columns`` says which column of Parquet
-    is the image and which the label, as in ``[data] columns``; the usual names are known. A picture that cannot be read is
+    is the image and which the label, as in ``[data] columns``; the usual names are known. ``window`` is of greys of more
+    than eight bits. A picture that cannot be read is
     skipped, or, with ``strict``, a mistake; none that can be read is always one.
 
     >>> import tempfile
@@ -79,7 +85,10 @@ def read_images(
     truth = None if found.labels is None else _codes(found, classes)
     channels, height, width = shape
     rows = Rows(found.encoded, found.names.__getitem__, np.zeros(0), (), {})
-    pixels, kinds, broken = decode_readable(rows, (width, height), channels)
+    read, broken = decode_readable(rows, (width, height), channels, window)
+    empty = np.empty((0, channels, height, width), dtype=np.uint8)
+    pixels = np.stack([image.pixels for image in read]) if read else empty
+    kinds = Counter(image.kind for image in read)
     for i, why in broken.items():
         if strict or len(found.names) == 1:
             raise UserError(undecodable(found.names[i], why))
@@ -87,7 +96,9 @@ def read_images(
             raise UserError(f"none of the {len(found.names)} images can be read: {undecodable(found.names[i], why)}")
     kept = [i for i in range(len(found.names)) if i not in broken]
     other_size = {kind: n for kind, n in kinds.items() if not kind.startswith(f"{width}x{height} ")}
-    grey = {kind: n for kind, n in kinds.items() if kind.split()[1] in ("1", "L", "LA", "I", "I;16")}
+    grey = {
+        kind: n for kind, n in kinds.items() if kind.split()[1].removesuffix("B") in ("1", "L", "LA", "I", "I;16", "F")
+    }
     converted = sum(grey.values()) if channels == 3 else len(pixels) - sum(grey.values())
     return Images(
         names=tuple(found.names[i] for i in kept),
@@ -96,6 +107,7 @@ def read_images(
         resized=sum(other_size.values()),
         converted=converted,
         left_out=found.left_out,
+        dark=sum(image.dark for image in read),
         broken=tuple((found.names[i], why) for i, why in broken.items()),
     )
 
@@ -111,11 +123,11 @@ def _found(path: Path, columns: Mapping[str, str]) -> _Found:
         if not tables:
             raise UserError(f"there are no pictures in {path} ({_suffixes()}), and no Parquet files")
         return _in_tables({table.relative_to(path).as_posix(): table for table in tables}, columns)
-    if path.suffix.lower() == ".parquet":
+    if path.suffix.lower() == ".parquet" or is_csv(path):
         return _in_tables({path.name: path}, columns)
-    if path.suffix.lower() in SUFFIXES:
+    if is_picture(path):
         return _Found((path.name,), (path,), None)
-    raise UserError(f"{path} is neither a folder nor a picture ({_suffixes()}) nor a Parquet file")
+    raise UserError(f"{path} is neither a folder nor a picture ({_suffixes()}) nor a Parquet or CSV file")
 
 
 def _skipped(broken: Sequence[tuple[str, str]], count: int) -> str:
@@ -133,8 +145,8 @@ def _skipped(broken: Sequence[tuple[str, str]], count: int) -> str:
 def _left_out(names: Sequence[str]) -> str:
     """What is said of files that are no pictures.
 
-    >>> _left_out(["a.tiff"])
-    '1 file was left out, because it is no picture (bmp, jpeg, jpg, png, webp): a.tiff'
+    >>> _left_out(["a.txt"])
+    '1 file was left out, because it is no picture (bmp, dcm, dicom, ima, jpeg, jpg, png, tif, tiff, webp): a.txt'
     """
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     which = (
@@ -162,7 +174,7 @@ def _in_folder(root: Path, names: Sequence[str]) -> _Found:
 
 
 def _in_tables(files: Mapping[str, Path], columns: Mapping[str, str]) -> _Found:
-    parts = [parquet_part(name, file) for name, file in files.items()]
+    parts = [table_part(name, file) for name, file in files.items()]
     labelled = [_column(part, "label", columns) is not None for part in parts]
     if any(labelled) and not all(labelled):
         raise UserError(
@@ -192,12 +204,8 @@ def _column(part: Part, role: str, columns: Mapping[str, str]) -> str | None:
 
 def _names(part: Part, values: Any) -> list[str]:
     """The pictures' paths where every row has one of its own, otherwise numbers of rows."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    there = pa.types.is_struct(values.type) and values.type.get_field_index("path") >= 0
-    paths = pc.struct_field(values, "path").to_pylist() if there else []
-    return paths if paths and all(paths) and len(set(paths)) == len(paths) else _numbered(part.name, len(values))
+    paths = [path for path in paths_of(values) or [] if path]
+    return paths if len(set(paths)) == len(values) else _numbered(part.name, len(values))
 
 
 def _numbered(name: str, count: int) -> list[str]:

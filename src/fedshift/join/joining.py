@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 
 from fedshift.core import rng
-from fedshift.data._folders import SUFFIXES
+from fedshift.data._walk import SUFFIXES
 from fedshift.data.output import within
 from fedshift.data.pool import Pool
 from fedshift.data.task import Client, Task
+from fedshift.data.windows import window_of
 from fedshift.engines.auto import compute_for
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.torch_flags import steady
@@ -109,6 +111,7 @@ def join(
     seed: int | None = None,
     model: str | None = None,
     network: Network | None = None,
+    head: str | None = None,
     device: str = "auto",
     strict: bool = False,
 ) -> Joined:
@@ -120,7 +123,7 @@ def join(
     the run was trained with one. An image that cannot be read is skipped and named, or a mistake if ``strict``. Nothing is
     written if anything is wrong, and nothing is ever written over.
     """
-    opened = open_run(choose_run(Path(run), method, seed), network)
+    opened = open_run(choose_run(Path(run), method, seed), network, head)
     setup, experiment, title = opened.setup, opened.experiment, opened.spec.title
     name = choose_network(opened, model)
     chosen = choose_adapter(opened.scored, adapter)
@@ -130,7 +133,8 @@ def join(
     client = name_of(source)
     folder = Path(out) if out is not None else within(opened.folder.path, "joined") / f"{client}-{chosen.title}"
     check_free(folder)
-    images = read_images(source, snapshot.shape, snapshot.classes, experiment.data.columns, strict)
+    window = window_of(experiment.data.window)
+    images = read_images(source, snapshot.shape, snapshot.classes, experiment.data.columns, strict, window)
     compute = compute_for(device, experiment.precision)
     task = unseen_task(client, images, snapshot)
     with steady(compute.tf32):
@@ -250,8 +254,8 @@ def name_of(source: Path) -> str:
     >>> name_of(Path("data/clinic-7.parquet")), name_of(Path("data/clinic.7/"))
     ('clinic-7', 'clinic.7')
     """
-    whole = source.resolve()
-    return (whole.stem if whole.suffix.lower() in {".parquet", *SUFFIXES} else whole.name) or "data"
+    whole = Path(os.path.realpath(source))  # also of a link to itself
+    return (whole.stem if whole.suffix.lower() in {".parquet", ".csv", ".tsv", *SUFFIXES} else whole.name) or "data"
 
 
 def unseen_task(client: str, images: Images, snapshot: Snapshot) -> Task:

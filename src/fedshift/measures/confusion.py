@@ -11,6 +11,8 @@ import numpy as np
 from fedshift.measures.exact import divided
 from fedshift.measures.predictions import NOTHING, Floats, Integers, Predictions
 
+MOST = 1 << 48  # samples of a kind, of which so many sums are still exact
+
 
 @dataclass(frozen=True)
 class Confusion:
@@ -68,9 +70,14 @@ class Confusion:
 
     @staticmethod
     def of_json(stored: Sequence[int], classes: int) -> Confusion:
-        """From a file."""
+        """From a file; a ValueError says that no such counts can be."""
         numbers = [int(number) for number in stored]
-        return Confusion(classes, tuple(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)))
+        cells = tuple(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
+        if not all(
+            0 <= one < classes and NOTHING <= other < classes and 0 <= many < MOST for one, other, many in cells
+        ):
+            raise ValueError("these are no counts of its classes")
+        return Confusion(classes, cells)
 
     @cached_property
     def _columns(self) -> tuple[Integers, Integers, Integers]:

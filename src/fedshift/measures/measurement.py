@@ -59,6 +59,17 @@ MEASURES: Mapping[str, Measure] = {
 SENSITIVITY = "sensitivity@"
 
 
+def listed_measure(name: str) -> Measure:
+    """A measure that every score has, by its name.
+
+    >>> listed_measure("auroc").title
+    'AUROC'
+    """
+    if name not in MEASURES:
+        raise UserError(f"there is no measure {name!r}; there are: {', '.join(MEASURES)}")
+    return MEASURES[name]
+
+
 def measure_of(name: str) -> Measure:
     """A measure by its name; ``sensitivity@0.9`` is how many are found at that specificity.
 
@@ -144,4 +155,7 @@ class Measurement:
     def of_json(stored: Mapping[str, Any], classes: int) -> Measurement:
         """From a file."""
         numbers: Sequence[float | None] = [stored.get(name) for name in SCORED]
+        known = [number for number in numbers if number is not None]
+        if not all(isinstance(number, int | float) and math.isfinite(number) for number in known):
+            raise TypeError("what should be numbers is not")
         return Measurement(Confusion.of_json(stored["confusion"], classes), tuple(numbers))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,8 @@ class AFL(Method):
     A client sends ``L_k(w)``, the loss of the received model on all its training images in inference mode, and its model
     ``w_k`` after local steps. With ``g_k = (w - w_k) / gamma_w`` the server takes ``w <- w - gamma_w sum_k lambda_k g_k``,
     which is ``sum_k lambda_k w_k`` whatever ``gamma_w`` (``[train] lr``) is, and then
-    ``lambda <- projection of lambda + gamma_lambda L`` onto the simplex. It starts uniform, so ``gamma-lambda = 0`` is
+    ``lambda <- projection of lambda + gamma_lambda L`` onto the simplex, ``gamma_lambda`` times the round's ``[train]
+    lr-decay`` as every other rate. It starts uniform, so ``gamma-lambda = 0`` is
     FedAvg with uniform weights. Deployed is the mean of w over the rounds (``average = false``: the last one). BatchNorm
     statistics are averaged as parameters are, by lambda and over rounds.
 
@@ -36,6 +38,8 @@ class AFL(Method):
 
     gamma_lambda: NonNegative = 0.3
     average: bool = True
+
+    revision: ClassVar[int] = 1
 
     # ---- the client ----------------------------------------------------------------------------------------------------
     def phases(self, ctx: Context) -> tuple[Phase, ...]:
@@ -84,7 +88,7 @@ class AFL(Method):
         risks = torch.stack(
             [ups[name]["risk"]["loss"].to(share) if name in ups else nothing for name in server["share"]]
         )
-        moved = projected(share + self.gamma_lambda * risks)
+        moved = projected(share + self.gamma_lambda * ctx.decay(self.train) * risks)
         after = {**server, "model": model, "share": dict(zip(server["share"], moved.unbind(), strict=True))}
         if not self.average:
             return after, {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,8 +23,6 @@ class Centralised(Method):
     A round is ``local-epochs`` passes over the pooled data, or ``local-steps`` times the number of clients, so that it
     takes as many steps as all federated clients together. Evaluated on the same clients as everybody else.
     """
-
-    linear: ClassVar[bool] = True
 
     def prepare_task(self, task: Task) -> Task:
         """One client that owns everything."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.blocks.generator import GeneratorMethod, Objective, log_likelihoods, stacked_heads
-from fedshift.core.context import Phase, RandomSpec
+from fedshift.core.context import Phase, RandomSpec, ServerContext
 from fedshift.core.method import Batch
 from fedshift.core.options import NonNegative, UnitInterval
 from fedshift.core.registry import method
@@ -31,10 +32,11 @@ class FedGen(GeneratorMethod):
 
         ``CE(head(z), y) + f kd KL( softmax head(G(y, e)) | softmax head(z) ) + f reg CE(head(G(y', e')), y')``
 
-    where the first distribution of the KL is not differentiated. Server, ``generator-steps`` with Adam:
-    ``mean sum_k p_k(y) CE(head_k(G(y, e)), y) + diversity exp(-mean_ij |G_i - G_j| |e_i - e_j|)`` over uniform labels, with
-    ``p_k(y)`` client k's share of all images of class y; counts of labels go up with the model. Absolute differences are
-    means over dimensions. ``kd = reg = 0`` is FedAvg.
+    where the first distribution of the KL is not differentiated. Server, ``generator-steps`` with Adam, whose rate falls by
+    ``decay`` in every round too:
+    ``mean sum_k p_k(y) CE(head_k(G(y, e)), y) + diversity exp(-mean_ij |G_i - G_j| |e_i - e_j|^2)`` over uniform labels,
+    with ``p_k(y)`` client k's share of all images of class y; counts of labels go up with the model. Differences, those
+    of the noise squared as in the authors' code, are means over dimensions. ``kd = reg = 0`` is FedAvg.
 
     The weights are those of the FedCiR paper for PACS; the authors' own are 10 and 10. Noise is normal, as the paper says
     (uniform in their code), and y' is of all classes of the task. A class that no client of a round has does not count in
@@ -46,6 +48,8 @@ class FedGen(GeneratorMethod):
     decay: UnitInterval = 0.98
     diversity: NonNegative = 1.0
     generator_decay: NonNegative = 1e-2
+
+    revision: ClassVar[int] = 1
 
     def draws(self, phase: Phase) -> dict[str, RandomSpec]:
         """Noise for features of a batch's own labels too."""
@@ -70,6 +74,10 @@ class FedGen(GeneratorMethod):
         up, kept = super().finish(state, down, local)
         return {**up, "counts": {"labels": state["now"]["histogram"]}}, kept
 
+    def generator_scale(self, ctx: ServerContext) -> float:
+        """The generator's rate falls as the clients' regularisers do."""
+        return float(self.decay**ctx.round)
+
     def generator_loss(self, ups: Mapping[str, Tree]) -> Objective:
         """Every head's cross-entropy where it has seen the class, and features that differ where the noise does."""
         heads = stacked_heads([up["model"] for up in ups.values()], self.arch.head)
@@ -85,10 +93,10 @@ class FedGen(GeneratorMethod):
 
 
 def alikeness(features: Tensor, noise: Tensor) -> Tensor:
-    """``exp(-mean_ij |G_i - G_j| |e_i - e_j|)``: one for features that are all the same, less the more they differ.
+    """``exp(-mean_ij |G_i - G_j| |e_i - e_j|^2)``: one for features that are all the same, less the more they differ.
 
     >>> alikeness(torch.ones(3, 2), torch.rand(3, 4))
     tensor(1.)
     """
-    apart, between = ((rows[:, None] - rows).abs().mean(-1) for rows in (features, noise))
-    return (-(apart * between).mean()).exp()
+    apart, between = (rows[:, None] - rows for rows in (features, noise))
+    return (-(apart.abs().mean(-1) * between.square().mean(-1)).mean()).exp()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fedshift.core.context import Context, Phase, ServerContext
 from fedshift.core.method import Batch, Method
-from fedshift.core.options import UnitInterval
+from fedshift.core.options import Count, UnitInterval
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick
 
@@ -27,23 +28,24 @@ class FedProc(Method):
     """FedAvg with a contrast between a feature and the classes' prototypes ``c``.
 
     The local loss is ``a CE + (1 - a) mean -log( exp(z.c[y]) / sum_j exp(z.c[j]) )`` with normalised features z and
-    prototypes and no temperature; ``a`` rises from 0 as ``t / T`` over the rounds, or is ``alpha``, and 1 is FedAvg. After
-    its training a client sends the mean feature of each of its classes and their counts; the server's prototypes are the
-    means by count.
+    prototypes and no temperature. In round t, from 0, ``a = min(t / full, 1)`` as in the authors' code, which has 100
+    rounds (``full``), or ``a`` is always ``alpha``; 1 is FedAvg. After its training a client sends the mean feature of each
+    of its classes and their counts; the server's prototypes are the means by count.
 
-    In the first round there are none yet. Then a client takes its own, of the received model: waiting for everybody's would
-    cost a round of messages. Classes without a prototype are left out of the sum, and their own images have no contrast; a
-    class that nobody of a round has keeps the prototype it had. Features for prototypes are those of inference.
+    In round 0 there are none yet, and the loss is cross-entropy alone. Classes without a prototype are left out of the sum,
+    and their own images have no contrast; a class that nobody of a round has keeps the prototype it had. Features for
+    prototypes are those of inference.
     """
 
-    alpha: UnitInterval | None = None  # default: rises as t / T
+    alpha: UnitInterval | None = None  # default: rises as t / full
+    full: Count = 100  # the round from which on there is cross-entropy alone
+
+    revision: ClassVar[int] = 1
 
     # ---- what a client does ------------------------------------------------------------------------------------------
     def phases(self, ctx: Context) -> tuple[Phase, ...]:
-        """Train, then look at one's classes; in the first round look before too."""
-        after = Phase(name="prototypes", kind="fold", inputs="features", batch_stats=False)
-        before = Phase(name="own", kind="fold", inputs="features", batch_stats=False)
-        return (before, Phase(), after) if ctx.round == 0 else (Phase(), after)
+        """Train, then look at one's classes."""
+        return (Phase(), Phase(name="prototypes", kind="fold", inputs="features", batch_stats=False))
 
     def begin(self, down: Tree, local: Tree) -> Tree:
         """Beside what was received, room for one's own prototypes."""
@@ -53,10 +55,7 @@ class FedProc(Method):
     def fold(self, state: Tree, batch: Batch, phase: Phase) -> Tree:
         """Sums of features and counts, class by class."""
         belongs = _belongs(batch["y"], self.arch.classes).to(batch["x"].dtype)
-        sums = belongs.T @ batch["x"]
-        if phase.name == "own":  # a sum has the direction of its mean
-            return {**state, "prototypes": {"global": state["prototypes"]["global"] + sums}}
-        own = state["own"]
+        sums, own = belongs.T @ batch["x"], state["own"]
         return {**state, "own": {"sum": own["sum"] + sums, "count": own["count"] + belongs.sum(0)}}
 
     def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
@@ -64,7 +63,8 @@ class FedProc(Method):
         output = self.outputs(tensors, batch, phase)
         contrast = prototype_losses(output.features, batch["y"], state["prototypes"]["global"]).mean()
         now = state["now"]
-        share = (now["round"] / now["rounds"]).clamp(max=1) if self.alpha is None else self.alpha
+        share = (now["round"] / self.full).clamp(max=1) if self.alpha is None else self.alpha
+        share = share + (1 - share) * (now["round"] == 0)  # nobody has a prototype yet
         return share * self.cross_entropy(output.logits, batch) + (1 - share) * contrast, output.buffers
 
     def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:

@@ -18,7 +18,7 @@ class FedRep(FedPer):
     """Each round the head is trained on the frozen representation, then the representation under the frozen head.
 
     While the head is trained the representation stands still entirely: BatchNorm keeps its running statistics. A client
-    is deployed with the received representation and its head after one more head step on it (methods.md 7.3).
+    is deployed with the received representation and its head after one more head step on it.
     ``head-epochs`` and ``body-epochs`` default to ``[train] local-epochs``.
     """
 

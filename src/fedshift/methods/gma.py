@@ -23,7 +23,8 @@ class GMA(Method):
     ``m`` is 1 if ``A >= threshold`` and ``A`` otherwise. Every client has one vote in ``A`` whatever its weight ``p_k``, and
     a weight that a client did not move (``sign(0) = 0``) counts as no vote. BatchNorm statistics are plainly averaged.
     One client, or ``threshold = 0``, is FedAvg. ``A`` comes in steps of ``1 / K``: with 20 clients that all move a weight,
-    the papers' 0.1 stops exact stand-offs and nothing else.
+    the papers' 0.1 stops exact stand-offs and nothing else. ``server-lr`` is a factor on updates that ``[train]
+    lr-decay`` has already made smaller, and does not fall itself: with both the step would fall twice (SCAFFOLD's alike).
     """
 
     threshold: UnitInterval = 0.1

@@ -24,6 +24,7 @@ class Local(Method):
     """
 
     personal: ClassVar[bool] = True
+    linear: ClassVar[bool] = True  # the mean of nothing
 
     def private(self, ctx: Context) -> frozenset[str]:
         """The whole model."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedshift.blocks.mlp import drawn, fresh, perceptron
+from fedshift.blocks.mlp import drawn_by_torch, fresh, perceptron
 from fedshift.core.context import Context, Phase, ServerContext
 from fedshift.core.grad import gradient
 from fedshift.core.method import Batch, Method
@@ -19,8 +21,10 @@ from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, weighted_mean, zeros_like
 
 TRUNK = "hyper-trunk"
-CELLS = 4  # along each side, of the grid that an encoder's activations are averaged on
-CHANNELS = (16, 32)
+ENCODER = "encoder"  # of images as vectors
+HIDDEN = 200  # its only hidden layer
+CHANNELS = (32, 64)  # of the encoder that convolves
+HALVINGS = 4  # what two poolings leave of a side
 LAYERS = 4  # of the trunk: one, and three more with ReLU before each
 
 
@@ -39,19 +43,26 @@ class ODPFL(Method):
     encoder, for which the client's images are needed. The hyper-network's gradient follows from psi~_k and e_k, and the
     server takes it for all clients at once: the same update as if it had been sent, for a hundredth of the bytes.
 
-    Our choices, where the papers are silent: W starts at zero, so everybody starts from the run's initialisation and
-    not from a network of the wrong scale; h and the encoder (two convolutions, whatever the network is) start so that
-    clients differ behind them, see ``drawn``; BatchNorm statistics are averaged as in FedAvg. Deployed clients are
-    described by their training images, unseen clients by their test images. No spectral norm. The rates are FedTTA's
-    for CIFAR-10 (MNIST: 0.5 and 0.5).
+    Encoder and start are those of FedTTA's released code: two 5x5 convolutions of 32 and 64 channels with pooling and a
+    linear layer, or, where the network has no convolution, one hidden layer of 200; every layer starts as torch's do. So
+    the first psi has weights of one scale in all layers. ``start = "network"`` begins with W = 0 and the run's own
+    initialisation as base, and with an h that keeps clients apart (``drawn``), so that everybody starts from the same
+    network as other methods do.
+
+    Our choices, where paper and code are silent: BatchNorm statistics are averaged as in FedAvg. Deployed clients are
+    described by their training images, unseen clients by all their test images as they are: by those they are tested on
+    in a stream ``original``, and also where a stream shows a part of them, or corrupts them. No spectral norm. The rates
+    are FedTTA's for CIFAR-10 (MNIST: 0.5 and 0.5).
     """
 
     hyper_lr: NonNegative = 0.5
     encoder_lr: NonNegative = 0.1
     embedding: Count = 32
     hidden: Count = 100
+    start: Literal["released", "network"] = "released"
 
     personal: ClassVar[bool] = True
+    revision: ClassVar[int] = 1
     common: ClassVar[frozenset[str]] = frozenset({"hyper", "encoder", "base"})
 
     # ---- the client ----------------------------------------------------------------------------------------------------
@@ -105,10 +116,11 @@ class ODPFL(Method):
     def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """The outputs' biases are the model."""
         server = super().init_server(models, clients, public)
-        base = self._base(server)
-        encoder = fresh_encoder(base[self.arch.parameters[0]], self.arch.input_shape[0], self.embedding)
-        hyper = fresh_hypernetwork(base, (self.embedding, *[self.hidden] * LAYERS))
-        return {**server, "hyper": hyper, "encoder": encoder}
+        base, sizes = self._base(server), (self.embedding, *[self.hidden] * LAYERS)
+        like = base[self.arch.parameters[0]]
+        encoder = fresh_encoder(like, self.arch.input_shape, self.embedding, self.arch.has_convolution)
+        hyper, base = fresh_hypernetwork(base, sizes) if self.start == "network" else torchs_hypernetwork(base, sizes)
+        return {"model": {**server["model"], **base}, "hyper": hyper, "encoder": encoder}
 
     def broadcast(self, server: Tree, client: str, ctx: Context) -> Tree:
         """Everything that makes a model of a client."""
@@ -151,35 +163,58 @@ def _description(state: Tree) -> Tensor:
 
 
 # ---- the hyper-network: a perceptron (the trunk) that reads a description of a client, and a matrix for every tensor ----
-def fresh_encoder(like: Tensor, channels: int, size: int) -> Tensors:
-    """An untrained encoder of images into ``size`` numbers.
+def fresh_encoder(like: Tensor, shape: Sequence[int], size: int, convolves: bool = True) -> Tensors:
+    """An untrained encoder of images of this shape into ``size`` numbers; very small images are not convolved.
 
-    >>> sum(leaf.numel() for leaf in fresh_encoder(torch.ones(1), 3, 32).values())
-    30464
+    >>> sum(leaf.numel() for leaf in fresh_encoder(torch.ones(1), (3, 32, 32), 32).values())
+    184800
+    >>> list(fresh_encoder(torch.ones(1), (1, 28, 28), 32, convolves=False))[:2]
+    ['encoder.0.weight', 'encoder.0.bias']
     """
+    channels, height, width = shape
+    cells = (height // HALVINGS) * (width // HALVINGS)
+    if not convolves or not cells:
+        layers: dict[str, tuple[int, ...]] = {"0": (HIDDEN, math.prod(shape)), "1": (size, HIDDEN)}
+        return drawn_by_torch(like, {f"{ENCODER}.{layer}": sizes for layer, sizes in layers.items()})
     first, second = CHANNELS
-    shapes = {"conv.0": (first, channels, 5, 5), "conv.1": (second, first, 5, 5), "out": (size, second * CELLS**2)}
-    return drawn(like, shapes)
+    layers = {"conv.0": (first, channels, 5, 5), "conv.1": (second, first, 5, 5), "out": (size, second * cells)}
+    return drawn_by_torch(like, layers)
 
 
 def embedded(tensors: Tensors, x: Tensor) -> Tensor:
-    """Two convolutions with stride 2 and ReLU, means over a grid of cells, and a linear layer.
+    """Two padded convolutions with ReLU and pooling and a linear layer, or a perceptron.
 
-    >>> embedded(fresh_encoder(torch.ones(1), 1, 32), torch.rand(5, 1, 28, 28)).shape
+    >>> embedded(fresh_encoder(torch.ones(1), (1, 28, 28), 32), torch.rand(5, 1, 28, 28)).shape
     torch.Size([5, 32])
     """
+    if "out.weight" not in tensors:
+        return perceptron(tensors, ENCODER, x.flatten(1))
     for layer in ("conv.0", "conv.1"):
-        x = F.conv2d(x, tensors[f"{layer}.weight"], tensors[f"{layer}.bias"], stride=2, padding=2).relu()
-    rows, columns = (_cells(side, x) for side in x.shape[-2:])
-    means = rows @ x @ columns.T  # a product has the same bits every time, unlike the gradient of adaptive pooling
-    return F.linear(means.flatten(1), tensors["out.weight"], tensors["out.bias"])
+        x = F.conv2d(x, tensors[f"{layer}.weight"], tensors[f"{layer}.bias"], padding=2)
+        x = F.max_pool2d(x, 2).relu()  # the maximum first: the same numbers, a quarter of the ReLUs
+    return F.linear(x.flatten(1), tensors["out.weight"], tensors["out.bias"])
 
 
-def fresh_hypernetwork(base: Tensors, sizes: Sequence[int]) -> Tensors:
+def fresh_hypernetwork(base: Tensors, sizes: Sequence[int]) -> tuple[Tensors, Tensors]:
     """A trunk of these sizes and an output for each tensor of ``base``, all zero: at first everybody has ``base``."""
     like = next(iter(base.values()))
     outputs = {output_of(name): like.new_zeros(leaf.numel(), sizes[-1]) for name, leaf in base.items()}
-    return {**fresh(like, TRUNK, sizes), **outputs}
+    return {**fresh(like, TRUNK, sizes), **outputs}, base
+
+
+def torchs_hypernetwork(base: Tensors, sizes: Sequence[int]) -> tuple[Tensors, Tensors]:
+    """The same, every layer as torch draws it, the biases of the outputs, which take the place of ``base``, too.
+
+    >>> hyper, base = torchs_hypernetwork({"w": torch.ones(2, 3)}, (4, 5, 25))
+    >>> base["w"].shape, float(base["w"].abs().max()) < 0.2
+    (torch.Size([2, 3]), True)
+    """
+    like = next(iter(base.values()))
+    trunk = {f"{TRUNK}.{i}": (writes, reads) for i, (reads, writes) in enumerate(pairwise(sizes))}
+    drawn = drawn_by_torch(like, {output_of(name): (leaf.numel(), sizes[-1]) for name, leaf in base.items()})
+    outputs = {output_of(name): drawn[f"{output_of(name)}.weight"] for name in base}
+    biases = {name: drawn[f"{output_of(name)}.bias"].view_as(leaf) for name, leaf in base.items()}
+    return {**drawn_by_torch(like, trunk), **outputs}, biases
 
 
 def output_of(name: str) -> str:
@@ -191,7 +226,7 @@ def made(hyper: Tensors, base: Tensors, embedding: Tensor) -> Tensors:
     """The tensors of a client with this embedding [size], or of many [clients, size]: ``base + matrix @ trunk``.
 
     >>> base = {"w": torch.ones(2, 3)}
-    >>> made(fresh_hypernetwork(base, (4, 5, 5)), base, torch.rand(7, 4))["w"].shape
+    >>> made(fresh_hypernetwork(base, (4, 5, 5))[0], base, torch.rand(7, 4))["w"].shape
     torch.Size([7, 2, 3])
     """
     hidden, many = perceptron(hyper, TRUNK, embedding), embedding.shape[:-1]
@@ -206,7 +241,7 @@ def pull(hyper: Tensors, base: Tensors, embedding: Tensor, trained: Tensors) -> 
     Its gradient with respect to anything ``made`` depends on is the vector-Jacobian product with that difference.
 
     >>> base = {"w": torch.ones(2)}
-    >>> pull(fresh_hypernetwork(base, (4, 5)), base, torch.ones(4), {"w": torch.tensor([1.0, 0.5])})
+    >>> pull(fresh_hypernetwork(base, (4, 5))[0], base, torch.ones(4), {"w": torch.tensor([1.0, 0.5])})
     tensor(0.5000)
     """
     products = [
@@ -214,11 +249,3 @@ def pull(hyper: Tensors, base: Tensors, embedding: Tensor, trained: Tensors) -> 
         for name, leaf in made(hyper, base, embedding).items()
     ]
     return torch.stack(products).sum(0)
-
-
-def _cells(side: int, like: Tensor) -> Tensor:
-    """``[CELLS, side]``: each row averages its part of a side; a side with fewer places than cells repeats them."""
-    cell, place = torch.arange(CELLS, device=like.device)[:, None], torch.arange(side, device=like.device)
-    first, end = cell * side // CELLS, ((cell + 1) * side + CELLS - 1) // CELLS
-    inside = ((place >= first) & (place < end)).to(like.dtype)
-    return inside / inside.sum(1, keepdim=True)

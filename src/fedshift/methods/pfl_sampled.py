@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -28,6 +29,8 @@ class PFLSampled(FedPer):
     """
 
     private_layers: Count = 1
+
+    linear: ClassVar[bool] = False  # unseen clients get single clients' heads, and no mean of them
 
     def private(self, ctx: Context) -> frozenset[str]:
         """The last layers; the head is the last of all."""

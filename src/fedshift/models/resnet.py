@@ -28,7 +28,7 @@ class ResNet18:
     He et al., Deep residual learning for image recognition. ``stem="cifar"`` replaces the first 7x7 convolution and the
     pooling after it by a 3x3 convolution, for images below about 64 pixels. ``groups`` above 0 replaces BatchNorm by
     GroupNorm with so many groups. Entries have torchvision's names behind ``body.``, with ``head`` for ``fc``: weights
-    from there need only be renamed.
+    from there are taken as they are (``weights``).
 
     >>> network = ResNet18().make((3, 32, 32), classes=10)
     >>> sum(p.numel() for p in network.parameters())
@@ -37,7 +37,7 @@ class ResNet18:
 
     stem: Literal["imagenet", "cifar"] = "imagenet"
     groups: NonNegativeInt = 0
-    weights: str = ""  # safetensors file to start from
+    weights: str = ""  # safetensors to start from: a file, or hub:OWNER/NAME; see models/pretrained.py
 
     def make(self, shape: Sequence[int], classes: int) -> nn.Module:
         """The network for images of this shape."""
@@ -59,7 +59,7 @@ class ResNet50:
 
     stem: Literal["imagenet", "cifar"] = "imagenet"
     groups: NonNegativeInt = 0
-    weights: str = ""  # safetensors file to start from
+    weights: str = ""  # safetensors to start from: a file, or hub:OWNER/NAME; see models/pretrained.py
 
     def make(self, shape: Sequence[int], classes: int) -> nn.Module:
         """The network for images of this shape."""
@@ -81,7 +81,7 @@ class ResNet20GN:
 
     width: Annotated[Whole, at_least(1)] = 1  # multiplies the 16, 32 and 64 channels
     bias: bool = False  # of the head
-    weights: str = ""  # safetensors file to start from
+    weights: str = ""  # safetensors to start from: a file, or hub:OWNER/NAME; see models/pretrained.py
 
     def make(self, shape: Sequence[int], classes: int) -> nn.Module:
         """The network for images of this shape."""

@@ -39,7 +39,7 @@ class ViT:
 
     size: Literal["tiny", "small", "base"] = "small"
     patch: NonNegativeInt = 8  # side of a patch in pixels
-    weights: str = ""  # safetensors file to start from
+    weights: str = ""  # safetensors to start from: a file, or hub:OWNER/NAME; see models/pretrained.py
 
     def make(self, shape: Sequence[int], classes: int) -> nn.Module:
         """The network for images of this shape."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fedshift.errors import UserError
-from fedshift.measures.measurement import MEASURES
+from fedshift.measures.measurement import MEASURES, listed_measure
 from fedshift.results.plain import Sheet
 from fedshift.results.stats import Difference, Values, comparable, paired_difference
 from fedshift.results.tables import capitalised, short_name
@@ -100,6 +100,7 @@ class Advice:
 
 def advise(result: Result, measure: str) -> Advice:
     """Advice on the rows of a result; raises a UserError if none was scored on validation images."""
+    listed_measure(measure)
     rows = [row for row in result.rows if row.twins and not row.bound]
     if not rows:
         raise UserError(

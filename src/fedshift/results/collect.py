@@ -18,6 +18,7 @@ from fedshift.store.files import Damaged, attempt
 from fedshift.store.folder import RunFolder, read_config, title_of
 from fedshift.store.lines import History
 from fedshift.store.metric import ACCURACY, Metric
+from fedshift.store.plans import adapters_of
 from fedshift.store.rows import ScoreRow
 from fedshift.store.summary import ClientScore, Summary, mean_over, summarise
 
@@ -28,7 +29,7 @@ Key: TypeAlias = tuple[str, Metric]  # a selection rule and what was measured
 def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
     """Rows of all these run folders, grouped over seeds: runs whose settings differ in nothing else.
 
-    A mapping says which adapters of each folder are wanted, and in which order; otherwise all there are, ``none`` first.
+    A mapping says which adapters of each folder are wanted, and in which order; otherwise all of them, as planned.
     What is damaged is left out and named in the notes; if nothing is left, it is said in an error.
     """
     wanted = dict(paths) if isinstance(paths, Mapping) else {}
@@ -56,7 +57,7 @@ def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
         costs = _costs(folder, history, scores, damaged)
         costs_notes |= dict.fromkeys(f"{title_of(config)}: {note}" for note in costs.notes)
         families: dict[str, list[list[ScoreRow]]] = {}
-        for label in wanted.get(path) or sorted(scores, key=lambda label: (label != "none", label)):
+        for label in wanted.get(path) or _as_planned(path, scores):
             if label not in scores:
                 continue
             rows = scores[label]
@@ -77,6 +78,12 @@ def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
     trouble = [*(f"left out: {one}" for one in damaged), *trouble]
     notes = [*trouble, *dict.fromkeys(note for lines in said for note in lines), *costs_notes]
     return Result(made, tuple(runs), tuple(notes), validated, tuple(trouble), next(iter(measures), ACCURACY))
+
+
+def _as_planned(path: Path, scores: Iterable[str]) -> list[str]:
+    """Adapters as they were asked for; others follow, ``none`` before them."""
+    asked = {label: place for place, label in enumerate(adapters_of(path))}
+    return sorted(scores, key=lambda label: (asked.get(label, len(asked)), label != "none", label))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], History, dict[str, Any]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedshift.errors import UserError
-from fedshift.measures.measurement import MEASURES
+from fedshift.measures.measurement import MEASURES, listed_measure
 from fedshift.results.collect import dotted
 from fedshift.results.gather import Gathered, gather
 from fedshift.results.plain import Sheet
@@ -107,8 +107,7 @@ def compare(first: Path, second: Path, *, measure: str = "", rule: str = "best-v
         raise UserError(f"there is no selection rule {rule!r}; there are: {', '.join(RULES)}")
     sides = gather([first]), gather([second])
     chosen = measure or sides[0].result.measure
-    if chosen not in MEASURES:
-        raise UserError(f"there is no measure {chosen!r}; there are: {', '.join(MEASURES)}")
+    listed_measure(chosen)
     pairs, alone = _matched(*(side.result for side in sides))
     gaps = [gap for one, other in pairs for gap in _gaps(one, other, rule, chosen)]
     if not gaps:

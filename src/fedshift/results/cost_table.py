@@ -64,6 +64,9 @@ COLUMNS = (
     Column("bytes-down", "down\nMiB", _mib),
     Column("bytes-published", "once\nMiB", _mib, "Once: what a client gives away after the last round.", always=False),
     Column(
+        "epsilon", "epsi-\nlon", short, "Epsilon: what all rounds have told about a client ([privacy]).", always=False
+    ),
+    Column(
         "flops-step",
         "step\nGFLOPs",
         _giga,

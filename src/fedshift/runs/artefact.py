@@ -21,6 +21,7 @@ from fedshift.core.tree import Tree
 from fedshift.data.pool import Pool
 from fedshift.data.streams import Setting
 from fedshift.data.task import Samples
+from fedshift.data.windows import Window, window_of
 from fedshift.engines.base import Compute
 from fedshift.engines.reference import EVALUATION_CHUNK, as_floats, predictions
 from fedshift.errors import UserError
@@ -28,6 +29,7 @@ from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec
 from fedshift.runs.answers import Answers
 from fedshift.runs.artefact_files import CONFIG, KNOWN, MODEL, REMEDY, STATE, load_model, part_file, read_config, write
 from fedshift.runs.known import Known
+from fedshift.runs.own_network import headed
 from fedshift.runs.pixel_network import PixelNetwork
 from fedshift.runs.raw_images import RawImages, as_bytes
 from fedshift.runs.setup import Network, Setup, make_setup, placeholder
@@ -67,6 +69,11 @@ class Artefact:
         return self.setup.method
 
     @property
+    def window(self) -> Window | None:
+        """Centre and width, where the run was given one: how greys of more than eight bits become bytes."""
+        return window_of(self.config["input"].get("window"))
+
+    @property
     def using(self) -> str:
         """The label of the adapter whose state it predicts with; empty if it is as it was deployed."""
         return str(self.config.get("using", ""))
@@ -102,7 +109,7 @@ class Artefact:
         label = adapter or self._usual()
         if label != self.using and self.using in self.adapters and self.adapters[self.using].tensors:
             raise UserError(f"this artefact has adapted with {self.using!r}: load it anew to adapt with {label!r}")
-        part, pixels = self._own(label), as_bytes(images, self.method.arch.input_shape)
+        part, pixels = self._own(label), as_bytes(images, self.method.arch.input_shape, self.window)
         made, tree = self.setup.adapter(part.spec, self.method), overlaid(self.deployed, part.tensors)
         logits, state = answered(made, tree, pixels, self.seed, self.compute, tree if label == self.using else None)
         parts = {**self.adapters, label: Part(part.spec, difference(state, self.deployed))}
@@ -154,7 +161,7 @@ class Artefact:
     def _pixels(self, images: RawImages) -> Tensor:
         shape = self.method.arch.input_shape
         if not isinstance(images, Tensor) or not images.is_floating_point():
-            return as_bytes(images, shape)
+            return as_bytes(images, shape, self.window)
         if tuple(images.shape[1:]) != shape:
             wanted = ", ".join(map(str, shape))
             raise UserError(f"floats in [0, 1] must be [n, {wanted}], not {list(images.shape)}; bytes are resized")
@@ -222,6 +229,7 @@ def described(
     spec, method = setup.spec, setup.methods[network]
     model, arch = experiment.models[list(setup.methods).index(network)], method.arch
     channels, height, width = arch.input_shape
+    window = window_of(experiment.data.window)
     options = {key: value for key, value in {**model.options(), **spec.model}.items() if key != "weights"}
     return {
         "format": FORMAT,
@@ -234,6 +242,7 @@ def described(
             "scale": "bytes / 255, then (x - mean) / std",
             "mean": list(arch.mean),
             "std": list(arch.std),
+            **({"window": list(window)} if window is not None else {}),
         },
         "network": {"name": model.name, **options},
         "method": {"name": spec.name, **({"label": spec.label} if spec.label else {}), **spec.options()},
@@ -263,8 +272,8 @@ def settings_of(adapter: Adapter) -> dict[str, Any]:
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------------
-def load(folder: str | Path, network: Network | None = None) -> Artefact:
-    """Read an artefact; ``network`` is the user's own, if the run was trained with one.
+def load(folder: str | Path, network: Network | None = None, head: str | None = None) -> Artefact:
+    """Read an artefact; ``network`` is the user's own, if the run was trained with one, and ``head`` as it was then.
 
     Those that ``fedshift join`` of earlier versions wrote (format 1) are read too.
     """
@@ -284,7 +293,7 @@ def load(folder: str | Path, network: Network | None = None) -> Artefact:
         raise UserError(f"{path / CONFIG} is not that of an artefact ({error!r})") from None
     experiment = Experiment.parse(table, str(path / CONFIG))
     spec: MethodSpec = experiment.method[0]
-    setup = make_setup(experiment, spec, placeholder(shape, classes), network)
+    setup = make_setup(experiment, spec, placeholder(shape, classes), headed(network, head))
     model = load_model(path / MODEL, (*setup.method.arch.parameters, *setup.method.arch.buffers))
     rest = _part(path / STATE)
     parts = {own.title: Part(own, _part(path / part_file(own.title))) for own in specs}

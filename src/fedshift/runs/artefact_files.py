@@ -23,7 +23,7 @@ from fedshift.core.arch import Arch
 from fedshift.core.tree import Tensors, Tree, pick
 from fedshift.errors import UserError
 from fedshift.runs.new_folder import digest_of, files_in, new_folder
-from fedshift.store.files import MISSING, Damaged, parsed
+from fedshift.store.files import Damaged, check_file, parsed
 from fedshift.store.seal import read_toml, toml_sealed
 from fedshift.store.toml import toml_text
 from fedshift.store.trees import write as write_trees
@@ -74,8 +74,7 @@ def read_config(folder: Path, must: bool = False) -> dict[str, Any]:
     config = read_toml(folder / CONFIG, must, REMEDY)
     listed = parsed(folder / CONFIG, lambda: dict(config.get("files", {})), remedy=REMEDY)
     for path, digest in ((folder / name, digest) for name, digest in listed.items()):
-        if not path.is_file():
-            raise Damaged(path, "it is a folder" if path.is_dir() else MISSING, REMEDY)
+        check_file(path, REMEDY)
         if digest_of(path) != digest:
             raise Damaged(path, f"it is not what {CONFIG} says was written", REMEDY)
     return config
@@ -91,6 +90,7 @@ def load_model(path: Path, usual: Iterable[str]) -> Tensors:
 
     An adapter's optimiser calls its memory by the first tensor's name, so another order would not find it again.
     """
+    check_file(path, REMEDY)
     try:
         with safe_open(path, framework="pt") as file:
             order = json.loads((file.metadata() or {}).get("order", "null"))

@@ -21,6 +21,8 @@ from fedshift.store.features import PREFERRED, Features, Wanted, positions_of
 from fedshift.store.files import Damaged, attempt
 from fedshift.store.folder import FEATURES
 
+STORED = Setting("stored")
+
 
 def stream_of(task: Task) -> str:
     """Where the images come from: the stream ``original``, or else the first one; test images if there is none."""
@@ -68,9 +70,18 @@ def save_features(job: Job, session: Session, trees: Mapping[str, Tree], round_:
     made.save(job.folder.path / FEATURES)
 
 
-def outputs(adapter: Adapter, deployed: Tree, samples: Samples, compute: Compute) -> tuple[Tensor, Tensor, Tensor]:
-    """Features, logits and labels of all these images (at least one), without adaptation."""
-    shown = list(predictions(adapter, deployed, samples, Setting("stored"), 0, compute))
-    features = torch.cat([output.features.flatten(1) for output, _, _ in shown]).float().cpu()
+def outputs(
+    adapter: Adapter, deployed: Tree, samples: Samples, compute: Compute, setting: Setting = STORED, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Features, logits and labels of all these images (at least one), as an adapter leaves them in the last pass.
+
+    Features are of the layer that all methods have on one network: a stochastic encoder's means come one layer later, and
+    what is measured there could not be set beside what is measured of others (``body``).
+    """
+    state: Tree | None = None
+    for number in range(setting.passes):
+        shown = list(predictions(adapter, deployed, samples, setting, seed, compute, state, fit=number == 0))
+        state = shown[-1][2]
+    features = torch.cat([out.aux.get("body", out.features).flatten(1) for out, _, _ in shown]).float().cpu()
     logits = torch.cat([output.logits for output, _, _ in shown]).cpu()
     return features, logits, torch.cat([labels for _, labels, _ in shown]).cpu()

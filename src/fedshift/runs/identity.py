@@ -20,7 +20,18 @@ from fedshift.runs.setup import Setup
 
 FORMAT = 1  # raise when the same settings would give other numbers
 # what a run has beside an experiment's settings
-FACTS = ("format", "seed", "task-hash", "networks", "sweep-point", "code", "method", "validated", "chosen-from")
+FACTS = (
+    "format",
+    "seed",
+    "task-hash",
+    "networks",
+    "sweep-point",
+    "code",
+    "revision",
+    "method",
+    "validated",
+    "chosen-from",
+)
 
 
 def config_of(
@@ -36,6 +47,8 @@ def config_of(
     )
     if whole["evaluate"]["metric"] == "accuracy":  # as all runs were before there was a choice
         del whole["evaluate"]["metric"]
+    if whole["data"]["window"] is None:  # nor was there one of these
+        del whole["data"]["window"]
     arch = {name: fingerprint(m.arch, seed) for name, m in setup.methods.items()}
     method = {key: value for key, value in spec.model_dump(by_alias=True).items() if key != "adapters"}
     facts = {"format": FORMAT, "seed": seed, "task-hash": task.hash, "networks": arch, "sweep-point": dict(point)}
@@ -43,9 +56,15 @@ def config_of(
     choosers = sorted(spec.validated(variant.evaluate), key=lambda adapter: adapter.title)
     validated = [adapter.model_dump(by_alias=True, exclude={"paper", "family"}) for adapter in choosers]
     extra = setup.method.extra_rounds
-    optional = {"code": code, "validated": validated, "chosen-from": variant.rounds + 1 if extra else 0}
+    optional = {"code": code, "revision": revision_of(setup), "validated": validated}
+    optional |= {"chosen-from": variant.rounds + 1 if extra else 0}
     own = {key: value for key, value in optional.items() if value}
     return {**facts, **own, "method": method, **whole}
+
+
+def revision_of(setup: Setup) -> int:
+    """How often the numbers of these settings have changed: a method's own, and once those of rates that decay."""
+    return setup.method.revision + (setup.train.lr_decay < 1)
 
 
 def fingerprint(arch: Arch, seed: int) -> str:

@@ -18,7 +18,8 @@ from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec
 from fedshift.runs.deployment import Deployment, Snapshot, entries_of, unseen_phases
 from fedshift.runs.evaluate import adapters_of
-from fedshift.runs.identity import FORMAT, check_code, experiment_of, fingerprint
+from fedshift.runs.identity import FORMAT, check_code, experiment_of, fingerprint, revision_of
+from fedshift.runs.own_network import headed
 from fedshift.runs.plan import Job, Twin
 from fedshift.runs.setup import Network, Setup, make_setup, make_task, placeholder
 from fedshift.store.files import Damaged, attempt
@@ -88,10 +89,10 @@ class OpenRun:
         """
         path = self.folder.path
         made_by, wanted, networks = (self.config[key] for key in ("format", "task-hash", "networks"))
-        if made_by != FORMAT:
-            raise UserError(f"{path} was made by another version of fedshift, whose numbers this one cannot make again")
         task = known if known is not None and known.hash == wanted else self._task(wanted, data)
         setup = make_setup(self.experiment, self.spec, task, self.network)
+        if (made_by, self.config.get("revision", 0)) != (FORMAT, revision_of(setup)):
+            raise UserError(f"{path} was made by another version of fedshift, whose numbers this one cannot make again")
         check_code(self.config, setup, path)
         if {name: fingerprint(method.arch, self.seed) for name, method in setup.methods.items()} != dict(networks):
             raise UserError(
@@ -115,8 +116,8 @@ class OpenRun:
         return task
 
 
-def open_run(path: str | Path, network: Network | None = None) -> OpenRun:
-    """Open a run folder; ``network`` is the user's own, if it was trained with one.
+def open_run(path: str | Path, network: Network | None = None, head: str | None = None) -> OpenRun:
+    """Open a run folder; ``network`` is the user's own, if it was trained with one, and ``head`` as it was then.
 
     >>> import tempfile
     >>> from fedshift import Experiment, run
@@ -128,7 +129,7 @@ def open_run(path: str | Path, network: Network | None = None) -> OpenRun:
     """
     folder = Path(path)
     config = read_config(folder)
-    return OpenRun(RunFolder(folder), config, experiment_of(config, folder), network)
+    return OpenRun(RunFolder(folder), config, experiment_of(config, folder), headed(network, head))
 
 
 def state_of(folder: RunFolder, select: str, device: torch.device, adapter: str = "") -> State:
@@ -141,7 +142,13 @@ def state_of(folder: RunFolder, select: str, device: torch.device, adapter: str 
 def _lost_weights(experiment: Experiment, spec: MethodSpec) -> str:
     """The file a network started from, if it is not on this machine."""
     files = [str({**model.options(), **spec.model}.get("weights", "")) for model in experiment.models]
-    return next((file for file in files if file and not Path(os.path.expandvars(file)).expanduser().is_file()), "")
+    return next((file for file in files if file and not _is_there(file)), "")
+
+
+def _is_there(weights: str) -> bool:
+    """Whether weights can be had again, as far as can be said without asking the hub."""
+    where = weights.partition("#")[0]
+    return where.startswith("hub:") or Path(os.path.expandvars(where)).expanduser().is_file()
 
 
 def choose_run(path: Path, method: str | None = None, seed: int | None = None) -> Path:
@@ -158,6 +165,8 @@ def choose_run(path: Path, method: str | None = None, seed: int | None = None) -
     wanted = {
         run for run, (title, number) in runs.items() if method in (None, title) and (seed is None or seed == number)
     }
+    if damaged and (not wanted or method is None):  # which may be the one that is meant
+        raise damaged[0]
     if len(wanted) == 1:
         return wanted.pop()
     asked = [f"method {method!r}"] * (method is not None) + [f"seed {seed}"] * (seed is not None)

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,15 @@ from fedshift.engines.base import Compute, Engine
 from fedshift.errors import HostError, UserError
 from fedshift.experiment.schema import Experiment
 from fedshift.runs.identity import config_of
+from fedshift.runs.own_network import surplus
+from fedshift.runs.private import affordable
 from fedshift.runs.progress import Reporter
 from fedshift.runs.session import Session
 from fedshift.runs.setup import EACH, Network, Setup, make_setup, make_task, make_twin, with_baselines
-from fedshift.store.folder import DONE, PLAN, RunFolder
-from fedshift.store.lock import check_free
+from fedshift.store import files
+from fedshift.store.folder import DONE, RunFolder
+from fedshift.store.lock import RunLock, check_free
+from fedshift.store.plans import PLAN
 
 MOST_RUNS = 10_000
 
@@ -58,8 +62,10 @@ class Job:
 
     @property
     def rounds(self) -> int:
-        """The experiment's rounds and those a method adds to them."""
-        return self.experiment.rounds + (self.setup.method.extra_rounds if self.experiment.rounds else 0)
+        """The experiment's rounds and those a method adds to them, or as many as a budget of epsilon allows."""
+        method, privacy = self.setup.method, self.setup.privacy
+        whole = self.experiment.rounds + (method.extra_rounds if self.experiment.rounds else 0)
+        return whole if privacy is None else affordable(privacy, self.experiment.participation, whole, method)
 
     @property
     def chosen_from(self) -> int:
@@ -78,11 +84,12 @@ class Job:
 
     def session(self, engine: Engine, compute: Compute, say: Reporter) -> Session:
         """The session that trains it."""
-        variant, note = (
-            self.experiment,
-            cache(lambda text: say.note(f"{self.title}: {text}")),
-        )  # each thing is said once
-        return Session(self.setup, self.task, engine, compute, self.seed, variant.rounds, variant.participation, note)
+        variant = self.experiment
+        note = cache(lambda text: say.note(f"{self.title}: {text}"))  # each thing is said once
+        moved = partial(say.moved, self.title)
+        return Session(
+            self.setup, self.task, engine, compute, self.seed, variant.rounds, variant.participation, note, moved
+        )
 
 
 def planned(
@@ -104,6 +111,8 @@ def planned(
                 told(note)
             for spec in with_baselines(variant):
                 setup = make_setup(variant, spec, task, network)
+                for note in filter(None, (surplus(m.arch, len(task.classes)) for m in setup.methods.values())):
+                    told(note)
                 if len(setup.methods) > 1:  # methods that cannot mix networks say so here
                     setup.method.init_server(
                         {name: m.arch.init(0) for name, m in setup.methods.items()}, (), task.ids[:0]
@@ -182,7 +191,15 @@ def write_plan(jobs: Sequence[Job]) -> None:
     """Say beside the runs which there will be, for who watches them."""
     base = jobs[0].folder.path.parents[1]
     runs = [
-        {"name": job.title, "seed": job.seed, "rounds": job.rounds, "folder": str(job.folder.path.relative_to(base))}
+        {
+            "name": job.title,
+            "seed": job.seed,
+            "rounds": job.rounds,
+            "folder": str(job.folder.path.relative_to(base)),
+            "adapters": [adapter.title for adapter in job.setup.spec.adapters],
+        }
         for job in jobs
     ]
-    RunFolder(base).write(PLAN, json.dumps({"runs": runs}, indent=1) + "\n")
+    with RunLock(base):  # for a moment: no other process may be writing one where what killed ones left is swept
+        files.sweep(base)
+        RunFolder(base).write(PLAN, json.dumps({"runs": runs}, indent=1) + "\n")

@@ -13,26 +13,27 @@ from torch import Tensor
 
 from fedshift.data._pixels import fitted, open_picture
 from fedshift.data._rows import line
+from fedshift.data.windows import Window
 from fedshift.errors import UserError
 
 RawImage: TypeAlias = np.ndarray | Tensor | Image.Image | str | Path
 RawImages: TypeAlias = RawImage | Sequence[RawImage]
 
 
-def as_bytes(images: RawImages, shape: Sequence[int]) -> Tensor:
+def as_bytes(images: RawImages, shape: Sequence[int], window: Window | None = None) -> Tensor:
     """Raw images as uint8 [n, channels, height, width] of this shape, one image as a batch of one.
 
     An array is uint8 [height, width], [height, width, channels] or a batch of the latter, as Pillow and OpenCV have it
     (red first); a tensor is uint8 [channels, height, width] or a batch, as torch has it. Pillow's images and paths of
     picture files are taken too, and lists of all of these. Other sizes and colours are fitted as ``fedshift join`` does:
-    Pillow's bicubic filter, grey and colour converted.
+    Pillow's bicubic filter, grey and colour converted. ``window`` is of greys of more than eight bits, DICOM among them.
 
     >>> as_bytes(np.zeros((9, 7, 3), dtype=np.uint8), (3, 8, 8)).shape
     torch.Size([1, 3, 8, 8])
     >>> as_bytes([Image.new("L", (20, 20)), np.zeros((8, 8, 3), dtype=np.uint8)], (3, 8, 8)).shape
     torch.Size([2, 3, 8, 8])
     """
-    found = [_fitted(image, shape) for image in _singles(images)]
+    found = [_fitted(image, shape, window) for image in _singles(images)]
     if not found:
         raise UserError("there are no images to answer to")
     return torch.from_numpy(np.stack(found))
@@ -58,15 +59,15 @@ def _singles(images: RawImages) -> Sequence[np.ndarray | Image.Image | str | Pat
     raise UserError(f"images must be arrays, tensors, Pillow's images or paths, not {type(images).__name__}")
 
 
-def _fitted(image: np.ndarray | Image.Image | str | Path, shape: Sequence[int]) -> np.ndarray:
+def _fitted(image: np.ndarray | Image.Image | str | Path, shape: Sequence[int], window: Window | None) -> np.ndarray:
     channels, height, width = shape
     if isinstance(image, np.ndarray):
         grey = image.ndim == 3 and image.shape[2] == 1
         return fitted(Image.fromarray(image[:, :, 0] if grey else image), (width, height), channels)
     if isinstance(image, Image.Image):
-        return fitted(image, (width, height), channels)
+        return fitted(image, (width, height), channels, window)
     try:
-        with open_picture(Path(image)) as opened:
-            return fitted(opened, (width, height), channels)
+        with open_picture(Path(image), window=window) as opened:
+            return fitted(opened, (width, height), channels, window)
     except Exception as error:  # Pillow's readers raise whatever their parsers stumble over
         raise UserError(f"the image in {image} cannot be decoded: {line(error)}") from None

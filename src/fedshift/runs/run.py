@@ -20,6 +20,7 @@ from fedshift.results.result import Result
 from fedshift.runs.filling import overlapping, processes_for
 from fedshift.runs.finish import finish
 from fedshift.runs.notebook import usual
+from fedshift.runs.own_network import headed
 from fedshift.runs.plan import Job, check_unfinished, check_writable, planned, write_plan
 from fedshift.runs.progress import Reporter, Silent
 from fedshift.runs.setup import Network, split_as_own
@@ -41,6 +42,7 @@ def run(
     restart: bool = False,
     processes: int | None = None,
     network: Network | None = None,
+    head: str | None = None,
     data: Pool | Task | Mapping[str, Any] | None = None,
     reporter: Reporter | None = None,
     trackers: Sequence[Tracker] = (),
@@ -51,7 +53,8 @@ def run(
     ``experiment`` is one, a TOML file, a preset's name, or nothing for the demo. Further keywords change its keys:
     ``run("mine.toml", rounds=5, train={"lr": 0.1})``; tables merge, as in a file that extends another.
 
-    ``network`` is your own ``nn.Module`` (or a function that makes one) instead of ``[model]``; ``data`` your own pool or
+    ``network`` is your own ``nn.Module`` (or a function that makes one) instead of ``[model]``, ``head`` the name of its
+    last linear layer, if it is not the last one made; ``data`` your own pool or
     task instead of ``[data]``. Finished runs are read, not run again; unfinished ones need ``resume`` (go on from the
     last checkpoint) or ``restart`` (begin again). ``processes``: so many runs at the same time, a process for each; left
     out, so many as fill a GPU, and one elsewhere.
@@ -67,7 +70,7 @@ def run(
     say = reporter or usual()
     if isinstance(data, Mapping):  # the table [data]
         changes, data = {**changes, "data": data}, None
-    jobs = plan(_meant(experiment, changes), out, network=network, data=data, reporter=say)
+    jobs = plan(_meant(experiment, changes), out, network=headed(network, head), data=data, reporter=say)
     return carry_out(
         jobs,
         engine=engine,
@@ -129,7 +132,7 @@ def carry_out(
         check_writable(jobs)
         check_space(jobs, jobs[0].folder.path.parents[2])
         write_plan(jobs)
-        if processes is not None and processes > 1 and chosen == "parallel":  # the cores are taken
+        if processes is not None and processes > 1 and chosen in ("parallel", "ray"):  # the cores are taken
             chosen = "sequential"
         say.plan([(job.setup.spec.title, job.seed, job.rounds) for job in jobs], chosen, str(compute.device))
         try:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -18,38 +19,21 @@ from fedshift.core.tree import Tensors, Tree, float_bytes, to
 from fedshift.data.task import Client, Task
 from fedshift.engines.base import Compute, Engine, Reply, Score
 from fedshift.engines.parallel import Parallel
+from fedshift.engines.pulse import share_told
+from fedshift.engines.ray import Ray
 from fedshift.engines.reference import first_local, prepared
 from fedshift.engines.schedule import Plan
-from fedshift.engines.vmapped.multi_seed import Errand, Together
+from fedshift.engines.vmapped.multi_seed import Errand
+from fedshift.privacy.frame import Frame
+from fedshift.privacy.noise import Noise, seeded
+from fedshift.privacy.upload import UNSENT
 from fedshift.runs.deployment import Deployment
 from fedshift.runs.memory import memory_so_far, resident_peak
+from fedshift.runs.private import lots, told_by
+from fedshift.runs.round import Begun, RoundReport, phases_of, work_in
 from fedshift.runs.setup import Setup
+from fedshift.runs.uploads import Delivered, Sent, Uploads
 from fedshift.store.state import State
-
-
-@dataclass(frozen=True)
-class RoundReport:
-    """What one round was like."""
-
-    participants: int
-    loss: float  # mean over clients, by size
-    bytes_down: int
-    bytes_up: int
-    seconds: float
-    diverged: tuple[str, ...]  # clients whose loss or update was not finite
-    memory: Mapping[str, int] = field(default_factory=dict)  # see fedshift.runs.memory.memory_so_far
-    server: Mapping[str, float] = field(default_factory=dict)  # the server's numbers about its own work
-    losses: Mapping[str, float] = field(default_factory=dict)  # by client, those that diverged among them
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A round after everything was sent and before anything was trained."""
-
-    ctx: Context
-    clients: Sequence[Client]
-    downs: Mapping[str, Tree]
-    started: float
 
 
 class Session:
@@ -65,13 +49,15 @@ class Session:
         rounds: int,
         participation: float = 1.0,
         note: Callable[[str], object] = lambda _: None,
+        moved: Callable[[float, bool], object] = lambda _share, _training: None,
     ) -> None:
-        self._note = note
+        self._note, self._moved = note, moved
         self.setup, self.task, self.engine, self.compute = setup, task, engine, compute
         self.seed, self.rounds, self.participation = seed, rounds, participation
         self.training = setup.method.prepare_task(task)  # whose clients train
         self._resident = resident_peak()
         self.initial = setup.initial(seed, compute)  # what everybody starts from, by architecture
+        self.uploads = Uploads(setup.privacy, self._noise(), participation * len(self.training.clients))
 
     @cached_property
     def _places(self) -> dict[str, int]:
@@ -117,25 +103,27 @@ class Session:
         """The second half: aggregate; ``beside`` federations shared the time."""
         sound = {name: reply for name, reply in replies.items() if reply.finite}
         server, metrics = state.server, dict[str, torch.Tensor]()
-        if sound:
-            server, metrics = self.aggregated(server, {name: reply.up for name, reply in sound.items()}, begun.ctx)
-        kept = {name: reply.local for name, reply in sound.items() if reply.local}
+        delivered = self._delivered(state, begun, replies)
+        if delivered.ups:
+            server, metrics = self.aggregated(server, delivered.ups, begun.ctx)
+        whole = {name: {**reply.local, **delivered.kept.get(name, {})} for name, reply in sound.items()}
+        kept = {name: local for name, local in whole.items() if local}
         report = RoundReport(
             participants=len(replies),
             loss=self._mean_loss(sound),
-            bytes_down=sum(float_bytes(down) for down in begun.downs.values()),
-            bytes_up=sum(float_bytes(reply.up) for reply in replies.values()),
+            bytes_down=sum(float_bytes(down) for down in begun.downs.values()) + delivered.bytes_down,
+            bytes_up=delivered.bytes_up,
             seconds=(time.perf_counter() - begun.started) / beside,
             diverged=tuple(name for name in replies if name not in sound),
             memory=self._memory() if beside == 1 else {},  # others' is in it
-            server={name: float(value) for name, value in metrics.items()},
+            server={name: float(value) for name, value in metrics.items()} | self._spent(state.round + 1, delivered),
             losses={name: reply.loss for name, reply in replies.items()},
         )
         return State(state.round + 1, server, {**state.locals, **kept}), report
 
     def aggregated(self, server: Tree, ups: Mapping[str, Tree], ctx: Context) -> tuple[Tree, Tensors]:
         """The server after these clients' messages, and its numbers about that."""
-        samples = torch.tensor([float(self.size_of(name)) for name in ups])
+        samples = torch.tensor([float(self.size_of(name)) if name in self._trains else 1.0 for name in ups])
         seed = rng.seed_of(self.seed, ctx.round, "server")
         whole = ServerContext(ctx.round, ctx.rounds, ctx.clients, ctx.stage, samples=samples, seed=seed)
         return self.setup.method.aggregate(server, ups, whole)
@@ -151,6 +139,8 @@ class Session:
     def participants(self, number: int) -> list[Client]:
         """Who takes part in round ``number`` (from 0)."""
         clients = self.training.clients
+        if self.setup.privacy is not None and self.setup.privacy.sampling == "poisson":
+            return [client for client, lot in zip(clients, self._lots(number), strict=True) if lot < self.participation]
         count = max(1, math.floor(self.participation * len(clients) + 0.5))
         if count == len(clients):
             return list(clients)
@@ -175,14 +165,16 @@ class Session:
         gifts, own = self._settled(state, self._downs(state.server, clients, ctx), ctx)
         # who has never taken part has nothing trained to give
         given = {name: gifts[name] for name in state.locals if gifts.get(name)}
+        common = {name: {"model": self.initial[self.arch_of(self.task.client(name))]} for name in given}
+        delivered = self.uploads.given(Sent(given, common), ("gifts", state.round), len(clients))
         return Deployment(
             setup=self.setup,
             ctx=ctx,
             seed=self.seed,
-            server=self.setup.method.take_gifts(state.server, given),
+            server=self.setup.method.take_gifts(state.server, delivered.ups),
             locals=own,
             networks={client.name: self.arch_of(client) for client in (*clients, *self.task.unseen)},
-            given_bytes=sum(float_bytes(gift) for gift in given.values()),
+            given_bytes=delivered.bytes_up,
         )
 
     def _settled(
@@ -244,7 +236,9 @@ class Session:
             members = {c: tree for c, tree in deployed.items() if self.arch_of(task.client(c)) == name}
             if members:
                 ready = {c: self.prepared(adapter, tree, task.client(c)) for c, tree in members.items()}
-                scores |= self.engine.evaluate(adapter, ready, task, parts, rng.seed_of(self.seed, "adapter"))
+                shown = [len(task.samples(task.client(c), p)) * task.setting(p).passes for c in ready for p in parts]
+                with share_told(sum(shown), lambda share: self._moved(share, False)):
+                    scores |= self.engine.evaluate(adapter, ready, task, parts, rng.seed_of(self.seed, "adapter"))
         return scores
 
     def prepared(self, adapter: Adapter, tree: Tree, client: Client) -> Tree:
@@ -273,13 +267,20 @@ class Session:
         """Local work, one call of the engine per architecture; replies in client order, of those who answer."""
         task = self.task if ctx.ending else self.training
         replies: dict[str, Reply] = {}
-        for arch, members in self.by_arch(clients).items():
-            method = self.setup.methods[arch]
-            phases = method.last_phases(ctx) if ctx.ending else method.phases(ctx)
-            own = {client.name: self._local(state, client, ctx) for client in members}
-            received = {client.name: downs[client.name] for client in members}
-            replies |= self.engine.train(method, received, own, task, Plan(phases, ctx, self.seed))
+        with self.told(clients, ctx):
+            for arch, members in self.by_arch(clients).items():
+                method = self.setup.methods[arch]
+                own = {client.name: self._local(state, client, ctx) for client in members}
+                received = {client.name: downs[client.name] for client in members}
+                plan = Plan(phases_of(method, ctx), ctx, self.seed)
+                replies |= self.engine.train(method, received, own, task, plan)
         return {client.name: replies[client.name] for client in clients if client.name in replies}
+
+    def told(self, clients: Sequence[Client], ctx: Context, beside: int = 1) -> AbstractContextManager[None]:
+        """Say how far these clients' work is; that of ``beside`` federations is done at the same time."""
+        task = self.task if ctx.ending else self.training
+        whole = sum(work_in(task, own, self.setup.methods[arch], ctx) for arch, own in self.by_arch(clients).items())
+        return share_told(whole * beside, lambda share: self._moved(share, not ctx.ending))
 
     def _name_failed(self, replies: Mapping[str, Reply]) -> None:
         self._say_failed([name for name, reply in replies.items() if not reply.finite])
@@ -291,7 +292,34 @@ class Session:
 
     def _local(self, state: State, client: Client, ctx: Context) -> Tree:
         found = state.locals.get(client.name)
+        if found is not None and UNSENT in found:  # of no interest to a method, and all that some clients keep
+            found = {slot: leaves for slot, leaves in found.items() if slot != UNSENT} or None
         return found if found is not None else self._first_local(client, ctx)
+
+    def _delivered(self, state: State, begun: Begun, replies: Mapping[str, Reply]) -> Delivered:
+        """What the server gets of a round's uploads."""
+        ups = {name: reply.up for name, reply in replies.items() if reply.finite}
+        when = (begun.ctx.round,)
+        if not ups and self.uploads.always:  # what a message looks like is seen from one that nobody sends
+            down = self._downs(state.server, self.training.clients[:1], begun.ctx)
+            someone = next(iter(self._train(state, self.training.clients[:1], down, begun.ctx).values()))
+            return self.uploads.nothing(Frame.of(someone.up, next(iter(down.values()))), when)
+        delivered = self.uploads.delivered(Sent(ups, begun.downs, state.locals), when)
+        lost = sum(float_bytes(reply.up) for reply in replies.values() if not reply.finite and not self.setup.privacy)
+        return replace(delivered, bytes_up=delivered.bytes_up + lost)
+
+    def _spent(self, rounds: int, delivered: Delivered) -> dict[str, float]:
+        """What so many rounds have told about a client, where that is counted."""
+        privacy = self.setup.privacy
+        return told_by(privacy, self.participation, rounds, self.setup.method) if privacy and delivered.noisy else {}
+
+    def _noise(self) -> Noise:
+        """Where noise comes from: a study can be repeated."""
+        return seeded(self.seed)
+
+    def _lots(self, number: int) -> list[float]:
+        """A number between 0 and 1 for every client in round ``number``."""
+        return lots(self.seed, number, len(self.training.clients))
 
     def _first_local(self, client: Client, ctx: Context) -> Tree:
         trains = client.name in self._trains
@@ -301,21 +329,9 @@ class Session:
 
     def _memory(self) -> dict[str, int]:
         """Peak memory so far; what other processes need is not known here."""
-        return {} if isinstance(self.engine, Parallel) else memory_so_far(self.compute.device, self._resident)
+        return {} if isinstance(self.engine, Parallel | Ray) else memory_so_far(self.compute.device, self._resident)
 
     def _mean_loss(self, replies: Mapping[str, Reply]) -> float:
         sizes = {name: self.size_of(name) for name in replies}
         total = sum(sizes.values())
         return sum(reply.loss * sizes[name] for name, reply in replies.items()) / total if total else float("nan")
-
-
-def step_together(
-    sessions: Sequence[Session], states: Sequence[State], together: Together
-) -> list[tuple[State, RoundReport]]:
-    """One round of several runs of one method, whose clients are trained side by side."""
-    first = sessions[0]
-    begun = [session.begun(state) for session, state in zip(sessions, states, strict=True)]
-    errands = [s.errand(state, half) for s, state, half in zip(sessions, states, begun, strict=True)]
-    replies = together.train(first.engine, first.setup.method, errands)
-    halves = zip(sessions, states, begun, replies, strict=True)
-    return [session.ended(state, half, own, len(sessions)) for session, state, half, own in halves]

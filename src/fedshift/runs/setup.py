@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,10 +30,13 @@ from fedshift.data.task import Splitting, Task, build, task_hash
 from fedshift.engines.base import Compute
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, Experiment, MethodSpec, ModelSpec
+from fedshift.privacy.settings import Privacy
+from fedshift.runs.own_network import Network as Network
+from fedshift.runs.own_network import arch_of
+from fedshift.runs.private import Case, check_private, privacy_of
 from fedshift.store.cache import cache_folder
 
 EACH = "each"  # [split] unseen: every client in turn, which is several tasks; looked at as one, nobody is left out
-Network: TypeAlias = nn.Module | Callable[[], nn.Module]
 
 
 def make_task(experiment: Experiment, seed: int, data: Pool | Task | None = None) -> Task:
@@ -104,7 +107,7 @@ def _built(
     data_seed = seed if spec.seed is None else spec.seed
     pool = data
     if pool is None:
-        pool = load(spec.source, spec.columns or None, spec.size, spec.channels, cache, spec.attributes)
+        pool = load(spec.source, spec.columns or None, spec.size, spec.channels, cache, spec.attributes, spec.window)
     pool = pool.carrying(spec.attributes).only(spec.domains, spec.classes)
     if spec.limit is not None and spec.limit < len(pool):
         pool = pool.take(rng.permutation(rng.seed_of(data_seed, "limit"), len(pool))[: spec.limit].sort().values)
@@ -113,7 +116,7 @@ def _built(
     def another(source: str, columns: Mapping[str, str]) -> Pool:
         if shape[1] != shape[2]:
             raise UserError(f"images of {source} can join square ones only, not {shape[2]}x{shape[1]}; set [data] size")
-        return load(source, columns or None, int(shape[1]), int(shape[0]), cache)
+        return load(source, columns or None, int(shape[1]), int(shape[0]), cache, window=spec.window)
 
     return build(pool, partition, splitting, streams, data_seed, cache, rotation, another)
 
@@ -143,6 +146,7 @@ class Setup:
     spec: MethodSpec
     methods: Mapping[str, Method]  # by architecture; all but mixed federations have one
     train: Train
+    privacy: Privacy | None = None  # what uploads go through
 
     @property
     def method(self) -> Method:
@@ -182,11 +186,17 @@ class Setup:
         reason = missing_for_pair(self.spec.title, method.provides, spec.name, adapter)
         if reason:
             raise UserError(reason)
-        return adapter.at(self.train.lr * (1.0 if ctx is None else ctx.decay(self.train)))
+        decay = 1.0 if ctx is None else replace(ctx, stage="final").decay(self.train)  # of what is already trained
+        return adapter.at(self.train.lr * decay)
 
 
-def make_setup(experiment: Experiment, spec: MethodSpec, task: Task, network: Network | None = None) -> Setup:
-    """A method of an experiment, built on its networks and checked with all its adapters."""
+def make_setup(
+    experiment: Experiment, spec: MethodSpec, task: Task, network: Network | None = None, clients: int | None = None
+) -> Setup:
+    """A method of an experiment, built on its networks and checked with all its adapters.
+
+    ``clients``: of the whole federation, where the task has only some of them.
+    """
     shared, own = (parse_options(Train, "[train]", table) for table in (experiment.train, spec.train))
     train = construct(Train, "[train]", **{**shared, **own})
     cls = METHODS[spec.name].make
@@ -199,10 +209,12 @@ def make_setup(experiment: Experiment, spec: MethodSpec, task: Task, network: Ne
         check_method(spec.name, made)
         name = model.label or arch.name
         methods[name if name not in methods else f"{name}-{len(methods)}"] = made
-    setup = Setup(spec, methods, train)
+    setup = Setup(spec, methods, train, privacy_of(experiment, spec))
     for adapter in spec.adapters:
         for method in methods.values():
             setup.adapter(adapter, method)
+    if setup.privacy is not None:
+        check_private(Case(setup.privacy, setup.method, experiment, spec, clients or len(task.clients)))
     return setup
 
 
@@ -218,7 +230,7 @@ def make_arch(
     """The backbone: the experiment's model, or the user's own network."""
     mean, std = experiment.data.mean, experiment.data.std
     if network is not None:
-        arch = Arch.of(network, task.shape, mean=mean, std=std)
+        arch = arch_of(network, task.shape, mean, std)
     else:
         options = {**model.options(), **changes}
         maker = with_options(MODELS[model.name].make, f"model {model.name!r}", options)
@@ -251,6 +263,8 @@ def with_baselines(experiment: Experiment) -> list[MethodSpec]:
     """The experiment's methods, and before them the rows that are always there."""
     present = {spec.name for spec in experiment.method}
     wanted = [] if not experiment.baselines or len(experiment.models) > 1 else ["majority", "local", "finetune"]
+    if experiment.privacy:  # counts of classes would be told
+        wanted = [name for name in wanted if METHODS[name].make.linear]
     return [*(MethodSpec(name=name) for name in wanted if name not in present), *experiment.method]
 
 

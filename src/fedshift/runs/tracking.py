@@ -52,6 +52,10 @@ class Tracking:
         """Passed on."""
         self._say.skip(run, rounds)
 
+    def moved(self, run: str, share: float, training: bool) -> None:
+        """Passed on."""
+        self._say.moved(run, share, training)
+
     def round(self, run: str, number: int, loss: float, best: float) -> None:
         """Passed on, then the folders are looked at."""
         self._say.round(run, number, loss, best)
@@ -121,13 +125,13 @@ def _whole(path: Path, run: Followed) -> list[dict[str, Any]]:
     for line in new.splitlines():
         with contextlib.suppress(ValueError):  # a damaged one is named by whoever goes on with the run
             found.append(json.loads(line))
-    return [line for line in found if isinstance(line, dict)]
+    return [line for line in found if isinstance(line, dict) and isinstance(line.get("round", 0), int)]
 
 
 def _scores(job: Job) -> dict[str, float]:
     """The client mean of every measure, by ``rule/adapter/stream``."""
     found: dict[str, float] = {}
-    for label, rows in job.folder.scores().items():
+    for label, rows in job.folder.scores([]).items():  # what is damaged is named elsewhere
         for row in rows:
             for measure in ("accuracy", *row.measures):
                 value = row.summary_of(measure).client_mean

@@ -6,7 +6,7 @@ import math
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -20,7 +20,8 @@ from fedshift.runs.calibrate import calibrated
 from fedshift.runs.measuring import choosing
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
-from fedshift.runs.session import RoundReport, Session, step_together
+from fedshift.runs.round import RoundReport
+from fedshift.runs.session import Session
 from fedshift.store.lines import Adapted, Evaluation, RoundLine
 from fedshift.store.metric import ACCURACY, VALIDATION, Metric
 from fedshift.store.progress import MadeBy, Progress, Reached
@@ -28,6 +29,7 @@ from fedshift.store.state import State
 from fedshift.store.summary import Summary, finite, summarise
 from fedshift.store.toml import toml_text
 
+OLDEST = 60.0  # seconds: a checkpoint is written after a round if the last one is older, whatever checkpoint-every says
 FEW = 50  # clients, up to which metrics.jsonl has the loss of each
 DATA = {"data", "partition", "split", "stream", "rotation", "seeds", "sweep", "evaluate"}  # what a stack may differ in
 
@@ -41,6 +43,7 @@ class Training:
     state: State
     progress: Progress
     started: float
+    kept: float = field(default_factory=time.monotonic)  # when the last checkpoint was written
     diverged: frozenset[str] = frozenset()  # said once; metrics.jsonl has every round
 
     @property
@@ -79,7 +82,10 @@ def _clients(jobs: Sequence[Job]) -> int:
 def _alike(one: Job, other: Job) -> bool:
     """Whether two runs differ in nothing but their seed and who owns which images."""
     plain = all(
-        len(job.setup.methods) == 1 and not job.setup.method.arch.is_random and not job.setup.method.common
+        len(job.setup.methods) == 1
+        and not job.setup.method.arch.is_random
+        and not job.setup.method.common
+        and (job.setup.privacy is None or job.setup.privacy.sampling == "all")  # or they are not equally many
         for job in (one, other)
     )
     settings = [
@@ -112,9 +118,25 @@ def train(jobs: Sequence[Job], sessions: Sequence[Session], resume: bool, say: R
         _conclude(training)
 
 
+def step_together(
+    sessions: Sequence[Session], states: Sequence[State], together: Together
+) -> list[tuple[State, RoundReport]]:
+    """One round of several runs of one method, whose clients are trained side by side."""
+    first = sessions[0]
+    begun = [session.begun(state) for session, state in zip(sessions, states, strict=True)]
+    errands = [s.errand(state, half) for s, state, half in zip(sessions, states, begun, strict=True)]
+    with first.told(begun[0].clients, begun[0].ctx, len(sessions)):
+        replies = together.train(first.engine, first.setup.method, errands)
+    halves = zip(sessions, states, begun, replies, strict=True)
+    return [session.ended(state, half, own, len(sessions)) for session, state, half, own in halves]
+
+
 def _begun(job: Job, session: Session, resume: bool, say: Reporter) -> Training:
     own = job.rounds - job.experiment.rounds
-    stated = f"{job.title} ({job.experiment.rounds} rounds and {own} of its own)" if own else job.title
+    stated = f"{job.title} ({job.experiment.rounds} rounds and {own} of its own)" if own > 0 else job.title
+    if own < 0 and job.setup.privacy is not None:
+        budget = job.setup.privacy.epsilon
+        say.note(f"{job.title}: epsilon = {budget:g} is enough for {job.rounds} of {job.experiment.rounds} rounds")
     if resume and job.folder.begun:
         state, progress = job.folder.restore(session.compute.device, say.note)
         progress = _gone_on(job, session, progress, say)
@@ -156,11 +178,26 @@ def _advanced(training: Training, state: State, report: RoundReport, say: Report
         say.note(f"{job.title}: client {name!r} was left out of round {state.round}, its loss or update is not finite")
     if _due(state.round, variant.evaluate.every, job.rounds):
         progress = _validate(job, training.session, state, progress)
-    if _due(state.round, variant.checkpoint_every, job.rounds):
+    kept = training.kept
+    if _due(state.round, variant.checkpoint_every, job.rounds) or time.monotonic() - kept >= OLDEST:
         folder.checkpoint(state, progress)
+        kept = time.monotonic()
     say.round(job.title, state.round, report.loss, abs(progress.best.value))
+    _say_spent(training, state.round, report, say)
     diverged = training.diverged | frozenset(report.diverged)
-    return replace(training, state=state, progress=progress, diverged=diverged)
+    return replace(training, state=state, progress=progress, kept=kept, diverged=diverged)
+
+
+def _say_spent(training: Training, number: int, report: RoundReport, say: Reporter) -> None:
+    """What has been told about a client so far: beside the bar after every round, and now and then to stay."""
+    privacy, job = training.job.setup.privacy, training.job
+    if privacy is None or "epsilon" not in report.server:
+        return
+    spent = f"epsilon {report.server['epsilon']:.3g} at delta {privacy.delta:g} after round {number}"
+    if _due(number, job.experiment.checkpoint_every, job.rounds):
+        say.note(f"{job.title}: {spent}")
+    else:
+        say.doing(spent)
 
 
 def _conclude(training: Training) -> None:
@@ -177,7 +214,7 @@ def _conclude(training: Training) -> None:
         "task-hash": job.task.hash,
         "seed": job.seed,
         "rounds": job.rounds,
-        "extra-rounds": job.rounds - job.experiment.rounds,
+        "extra-rounds": max(0, job.rounds - job.experiment.rounds),
         "lines": progress.lines,
         "best-round": progress.best_round,
         "adapted-rounds": dict(progress.adapted_rounds),

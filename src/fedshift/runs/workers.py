@@ -88,6 +88,10 @@ class Relay:
         """Passed on."""
         self._say("skip", run, rounds)
 
+    def moved(self, run: str, share: float, training: bool) -> None:
+        """Passed on."""
+        self._say("moved", run, share, training)
+
     def round(self, run: str, number: int, loss: float, best: float) -> None:
         """Passed on."""
         self._say("round", run, number, loss, best)

@@ -103,7 +103,8 @@ def application(hosts: Sequence[Host], rules: Rules) -> ASGIApp:
 
     async def status(host: Host, _: Request) -> dict[str, Any]:
         """All that the page shows."""
-        return {**described(host), "accuracy": await host.accuracies(), "timeline": host.numbers.timeline()}
+        now = {"now": time.time(), "accuracy": await host.accuracies(), "timeline": host.numbers.timeline()}
+        return {**described(host), **now}
 
     for answer in (predict, feedback, reset, freeze, resume, rollback):
         route(f"/{answer.__name__}", "POST", answer)
@@ -151,13 +152,14 @@ def application(hosts: Sequence[Host], rules: Rules) -> ASGIApp:
 
 
 async def _predicted(host: Host, request: Request, limits: bodies.Limits) -> dict[str, Any]:
-    shape = host.service.artefact.method.arch.input_shape
+    artefact = host.service.artefact
+    shape, window = artefact.method.arch.input_shape, artefact.window
     names = request.query_params.getlist("id")
-    images, named = await bodies.read(await request.body(), request.headers, names, limits)
+    images, named = await bodies.read(await request.body(), request.headers, names, limits, window)
     if bodies.quick(images):
-        sent = bodies.fitted(images, named, shape)
+        sent = bodies.fitted(images, named, shape, window)
     else:
-        sent = await asyncio.to_thread(bodies.fitted, images, named, shape)
+        sent = await asyncio.to_thread(bodies.fitted, images, named, shape, window)
     return await host.predict(sent)
 
 

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 from fedshift.serve.bodies import Refused
 
+TURNS = 3  # of the event loop from a socket that can be read to a request that is in the queue
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
@@ -81,6 +82,7 @@ class Batcher(Generic[Item, Answer]):
             self._arrival.clear()
             await self._arrival.wait()
         if self._together is None:
+            await self._arrived()
             return
         end = self._queue[0].arrived + self._deadline
         while self._count < self._together and (left := end - time.monotonic()) > 0:
@@ -89,6 +91,14 @@ class Batcher(Generic[Item, Answer]):
                 await asyncio.wait_for(self._arrival.wait(), left)
             except TimeoutError:
                 return
+
+    async def _arrived(self) -> None:
+        """Whatever has reached this machine comes along: the model is asked when the loop has nothing left to read."""
+        count = -1
+        while count < self._count < self._at_once:
+            count = self._count
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
 
     def _take(self) -> list[_Waiting[Item, Answer]]:
         """Whole requests, as many as fit; one that is larger than that comes alone."""

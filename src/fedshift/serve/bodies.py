@@ -19,7 +19,9 @@ from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from torch import Tensor
 
-from fedshift.data.dicom import dicom_picture, is_dicom
+from fedshift.data._pixels import open_picture
+from fedshift.data.dicom import TooLarge, is_dicom
+from fedshift.data.windows import Window
 from fedshift.errors import UserError
 from fedshift.runs.artefact import ids_of
 from fedshift.runs.raw_images import as_bytes
@@ -57,7 +59,7 @@ class Sent(NamedTuple):
 
 
 async def read(
-    body: bytes, headers: Headers, names: Sequence[str], limits: Limits
+    body: bytes, headers: Headers, names: Sequence[str], limits: Limits, window: Window | None = None
 ) -> tuple[list[Image.Image | np.ndarray], list[str]]:
     """The images of a body, opened but not decoded, and their names: those of the query, or of the body itself."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -67,13 +69,13 @@ async def read(
     inside: list[str] = []
     if kind == "multipart/form-data":
         parts, inside = await _form(body, headers, limits)
-        found = [_opened(part, limits) for part in parts]
+        found = [_opened(part, limits, window) for part in parts]
     elif kind == "application/json" or (kind in ("", "application/x-www-form-urlencoded") and body[:1] == b"{"):
-        found, inside = _from_json(body, limits)
+        found, inside = _from_json(body, limits, window)
     elif body.startswith(NPY):
         found = _array(_npy(body), limits)
     else:
-        found = [_opened(body, limits)]
+        found = [_opened(body, limits, window)]
     if not found:
         raise Refused(400, "the request has no images")
     if len(found) > limits.images:
@@ -84,10 +86,15 @@ async def read(
     return found, named
 
 
-def fitted(images: Sequence[Image.Image | np.ndarray], names: Sequence[str], shape: Sequence[int]) -> Sent:
+def fitted(
+    images: Sequence[Image.Image | np.ndarray],
+    names: Sequence[str],
+    shape: Sequence[int],
+    window: Window | None = None,
+) -> Sent:
     """Decode and fit images as the benchmark's own were; an image without a name has the fingerprint of its pixels."""
     try:
-        pixels = as_bytes(list(images), shape)
+        pixels = as_bytes(list(images), shape, window)
     except UserError as error:
         raise Refused(400, str(error)) from None
     except Exception as error:  # Pillow's decoders raise whatever they stumble over
@@ -119,23 +126,20 @@ def id_of(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _opened(data: bytes, limits: Limits) -> Image.Image:
-    """A picture whose header is sound; decoding is put off."""
-    if is_dicom(data):
-        try:
-            return dicom_picture(data, most_pixels=limits.pixels)
-        except UserError as error:
-            raise Refused(415, str(error)) from None
-        except ValueError as error:
-            raise Refused(413 if "too large" in str(error) else 400, str(error)) from None
+def _opened(data: bytes, limits: Limits, window: Window | None) -> Image.Image:
+    """A picture whose header is sound; decoding is put off, but for DICOM."""
     try:
-        picture = Image.open(io.BytesIO(data), formats=FORMATS)
+        return open_picture(io.BytesIO(data), formats=FORMATS, most_pixels=limits.pixels, window=window)
+    except UserError as error:
+        raise Refused(415, str(error)) from None
+    except TooLarge as error:
+        raise Refused(413, str(error)) from None
     except Image.DecompressionBombError:
         raise Refused(413, "the image has too many pixels") from None
-    except Exception:  # whatever a parser stumbles over
+    except Exception as error:  # whatever a parser stumbles over
+        if is_dicom(data):
+            raise Refused(400, str(error)) from None
         raise Refused(415, "the image is none of PNG, JPEG and DICOM, or is damaged") from None
-    _check_size(*picture.size, limits)
-    return picture
 
 
 def _check_size(width: int, height: int, limits: Limits) -> None:
@@ -170,7 +174,7 @@ def _npy(body: bytes) -> np.ndarray:
         raise Refused(400, "the array is not a plain .npy file in C order") from None
 
 
-def _from_json(body: bytes, limits: Limits) -> tuple[list[Image.Image | np.ndarray], list[str]]:
+def _from_json(body: bytes, limits: Limits, window: Window | None) -> tuple[list[Image.Image | np.ndarray], list[str]]:
     try:
         table: Any = json.loads(body)
     except (ValueError, RecursionError):
@@ -185,7 +189,7 @@ def _from_json(body: bytes, limits: Limits) -> tuple[list[Image.Image | np.ndarr
         return _array(_numbers(table["array"]), limits), named
     if not isinstance(table["images"], list) or len(table["images"]) > limits.images:
         raise Refused(400, f'"images" must be a list of at most {limits.images} pictures in base64')
-    return [_opened(_decoded(text), limits) for text in table["images"]], named
+    return [_opened(_decoded(text), limits, window) for text in table["images"]], named
 
 
 def _numbers(value: Any) -> np.ndarray:

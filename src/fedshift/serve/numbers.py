@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections import Counter, deque
@@ -11,7 +12,7 @@ from typing import Any
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)  # seconds of a request
 BIN, BINS = 10, 180  # seconds, and how many
-LATENCIES = 500  # of a bin, that are remembered one by one
+STEP = 0.1  # of a latency: the precision with which a bin remembers it
 LINES = 100  # of the log
 
 
@@ -28,11 +29,11 @@ class Bin:
     confidence: float = 0.0
     classes: Counter[int] = field(default_factory=Counter)
     telemetry: Counter[str] = field(default_factory=Counter)
-    seconds: list[float] = field(default_factory=list)
+    seconds: Counter[int] = field(default_factory=Counter)  # requests by the logarithm of their latency
 
     def to_json(self) -> dict[str, Any]:
         """As the page wants it."""
-        ordered, images = sorted(self.seconds), max(self.images, 1)
+        images = max(self.images, 1)
         return {
             "start": self.start,
             "requests": self.requests,
@@ -43,8 +44,8 @@ class Bin:
             "confidence": self.confidence / images,
             "classes": {str(code): count for code, count in sorted(self.classes.items())},
             "telemetry": {name: total / images for name, total in self.telemetry.items()},
-            "p50": _quantile(ordered, 0.5),
-            "p99": _quantile(ordered, 0.99),
+            "p50": _quantile(self.seconds, 0.5),
+            "p99": _quantile(self.seconds, 0.99),
         }
 
 
@@ -68,8 +69,7 @@ class Numbers:
         self.seconds += seconds
         now = self._now()
         now.requests += 1
-        if len(now.seconds) < LATENCIES:
-            now.seconds.append(seconds)
+        now.seconds[round(math.log(max(seconds, 1e-6)) / STEP)] += 1
 
     def answers(
         self, codes: Sequence[int], confidence: float, unknown: int, differing: int, fallen: int,
@@ -103,8 +103,18 @@ class Numbers:
         return self._bins[-1]
 
 
-def _quantile(ordered: Sequence[float], share: float) -> float | None:
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
+def _quantile(counts: Mapping[int, int], share: float) -> float | None:
+    """The latency that this share of requests was not above, to within a step.
+
+    >>> round(_quantile({-50: 98, -23: 2}, 0.99), 2)
+    0.1
+    """
+    left = share * sum(counts.values())
+    for place in sorted(counts):
+        left -= counts[place]
+        if left < 0:
+            return math.exp(place * STEP)
+    return None
 
 
 # ---- Prometheus ------------------------------------------------------------------------------------------------------

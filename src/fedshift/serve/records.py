@@ -14,6 +14,7 @@ from fedshift.measures.predictions import NOTHING
 
 ANSWERS = "answers.sqlite"
 MOST = 1_000_000  # answers that are remembered
+CACHE = 256  # KiB of the file that are held in memory
 WHO = ("served", "adapted", "frozen")
 
 
@@ -41,6 +42,7 @@ class Records:
         try:
             self._file = sqlite3.connect(":memory:" if folder is None else folder / ANSWERS, check_same_thread=False)
             self._file.execute("PRAGMA journal_mode=WAL")
+            self._file.execute(f"PRAGMA cache_size=-{CACHE}")
             self._file.execute(
                 "CREATE TABLE IF NOT EXISTS answers (number INTEGER PRIMARY KEY, name TEXT UNIQUE, served INTEGER, "
                 "adapted INTEGER, frozen INTEGER, label INTEGER)"

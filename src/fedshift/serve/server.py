@@ -19,6 +19,7 @@ import torch
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from fedshift.data._walk import is_picture
 from fedshift.engines.torch_flags import steady
 from fedshift.errors import UserError
 from fedshift.runs.artefact import ids_of
@@ -31,7 +32,6 @@ from fedshift.serve.service import Service
 
 FILES = 65536
 SHORTEST = 16  # characters of a token
-PICTURES = {".png", ".jpg", ".jpeg"}
 
 
 @dataclass(frozen=True)
@@ -194,10 +194,10 @@ def folder_of(service: Service) -> str:
 
 def images_in(folder: Path | None, service: Service) -> tuple[torch.Tensor, torch.Tensor]:
     """The pictures of a folder in the order of their names, as bytes, and their ids."""
-    files = sorted(path for path in (folder or Path()).rglob("*") if path.suffix.lower() in PICTURES)
+    files = sorted(path for path in (folder or Path()).rglob("*") if path.is_file() and is_picture(path))
     if not files:
-        raise UserError(f"{folder} holds no PNG or JPEG pictures to adapt to")
-    pixels = as_bytes([*files], service.artefact.method.arch.input_shape)
+        raise UserError(f"{folder} holds no pictures to adapt to")
+    pixels = as_bytes([*files], service.artefact.method.arch.input_shape, service.artefact.window)
     return pixels, ids_of(pixels)
 
 

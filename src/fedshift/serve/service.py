@@ -130,8 +130,9 @@ def answered(
 ) -> tuple[tuple[Answered, ...], Condition]:
     """Answers to images (bytes) in their order, in the pieces the adapter is given, and the condition after them."""
     found = []
-    for index in chunks(torch.arange(len(pixels)), service.together, EVALUATION_CHUNK):
-        piece, condition = _answered(service, condition, pixels[index], ids[index])
+    sizes = [len(part) for part in chunks(ids, service.together, EVALUATION_CHUNK)]
+    for some, own in zip(pixels.split(sizes), ids.split(sizes), strict=True):
+        piece, condition = _answered(service, condition, some, own)
         found.append(piece)
     return tuple(found), condition
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from fedshift.store.lines import RoundLine
 from fedshift.store.rows import ScoreRow
+from fedshift.store.summary import number
 
 MIB = 1 << 20
 
@@ -33,6 +34,7 @@ class Costs:
     bytes_up: float | None = None  # of a round, per client that took part
     bytes_down: float | None = None
     bytes_published: float | None = None  # given once, after the last round
+    epsilon: float | None = None  # what all rounds together have told about a client, where noise is counted
     flops_step: float | None = None  # of a full batch in the dearest phase of a round
     flops_round: float | None = None  # of all steps of all phases
     flops_end: float | None = None  # of the phases after the last round
@@ -62,11 +64,9 @@ class Costs:
         (4.0, ('why',))
         """
         known = {entry.name: stored[key] for entry in fields(Costs) if (key := entry.name.replace("_", "-")) in stored}
-        numbers = [value for key, value in known.items() if key not in ("steps", "notes") and value is not None]
-        words, steps = known.get("notes", ()), known.get("steps", {})
-        if not all(isinstance(number, int | float) for number in (*numbers, *steps.values())):
-            raise TypeError("what should be numbers is not")
-        return Costs(**{**known, "notes": tuple(map(str, words))})
+        numbers = {key: number(value) for key, value in known.items() if key not in ("steps", "notes")}
+        steps = {phase: number(value) or 0.0 for phase, value in known.get("steps", {}).items()}
+        return Costs(**numbers, steps=steps, notes=tuple(map(str, known.get("notes", ()))))
 
 
 def measured(costs: Costs, rounds: Sequence[RoundLine], published: float | None) -> Costs:
@@ -85,6 +85,7 @@ def measured(costs: Costs, rounds: Sequence[RoundLine], published: float | None)
         bytes_up=sum(line.bytes_up for line in rounds) / clients,
         bytes_down=sum(line.bytes_down for line in rounds) / clients,
         bytes_published=published,
+        epsilon=max((told for line in rounds if (told := line.server.get("epsilon")) is not None), default=None),
         seconds_per_round=statistics.median([line.seconds for line in rounds[1:] or rounds]),
         memory_peak=max((line.memory_peak for line in rounds if line.memory_peak is not None), default=None),
         memory_grown=max((line.memory_grown for line in rounds if line.memory_grown is not None), default=None),

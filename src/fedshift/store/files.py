@@ -8,10 +8,12 @@ what does not (states, metrics) is never replaced by itself.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
 import shutil
+import stat
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -78,15 +80,32 @@ def attempt(read: Callable[[], T], damaged: list[Damaged]) -> T | None:
 
 # ---- reading -------------------------------------------------------------------------------------------------------------
 def read_bytes(path: Path, remedy: str = "") -> bytes:
-    """A file's content; one that is not there or is a folder is damaged, one that the system refuses is not."""
+    """A file's content; one that is not there or is no file is damaged, one that the system refuses is not."""
+    check_file(path, remedy)
     try:
         return path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise Damaged(path, MISSING, remedy) from None
-    except IsADirectoryError:
-        raise Damaged(path, "it is a folder", remedy) from None
     except OSError as error:
         raise HostError(f"{path} cannot be read ({error.strerror})") from None
+
+
+def check_file(path: Path, remedy: str = "") -> None:
+    """Refuse what is no file: one would wait for ever for the end of a pipe or a device.
+
+    >>> check_file(Path("/dev/null"))
+    Traceback (most recent call last):
+    ...
+    fedshift.store.files.Damaged: /dev/null is damaged (it is no file); repeat its fedshift run ...
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise Damaged(path, MISSING, remedy) from None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise Damaged(path, "it is a link to itself", remedy) from None
+        raise HostError(f"{path} cannot be read ({error.strerror})") from None
+    if not stat.S_ISREG(mode):
+        raise Damaged(path, "it is a folder" if stat.S_ISDIR(mode) else "it is no file", remedy)
 
 
 def read_text(path: Path, remedy: str = "") -> str:
@@ -176,12 +195,17 @@ def flush(path: Path) -> None:
 def append(path: Path, line: str) -> None:
     """Add a line to a file; it is on disk after :func:`flush`."""
     try:
-        with open(path, "a", encoding="utf-8", newline="\n") as file:
+        with open(path, "a", encoding="utf-8", newline="\n", opener=_no_link) as file:
             file.write(line + "\n")
     except IsADirectoryError:
         raise Damaged(path, "it is a folder") from None
     except OSError as error:
         raise HostError.of(error, str(path), GO_ON) from None
+
+
+def _no_link(path: str, flags: int) -> int:
+    """A link in a folder of somebody else's is not followed."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def sweep(folder: Path) -> None:

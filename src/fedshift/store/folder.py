@@ -29,6 +29,7 @@ from fedshift.store.costs import Costs
 from fedshift.store.files import Damaged, attempt, parsed
 from fedshift.store.lines import History, Line
 from fedshift.store.lock import check_free
+from fedshift.store.plans import in_order
 from fedshift.store.progress import Progress
 from fedshift.store.rows import ScoreRow
 from fedshift.store.state import State
@@ -37,7 +38,6 @@ from fedshift.store.trees import load, save
 CONFIG, METRICS, DONE = "config.toml", "metrics.jsonl", "done"
 NOTES = "notes.txt"  # one a line
 COSTS = "costs.json"
-PLAN = "plan.json"  # beside the methods' folders: every run of the experiment, begun or not
 FEATURES = "features.safetensors"
 SNAPSHOT = "snapshot.safetensors"
 OLD_SNAPSHOT = ("welcome.safetensors", "welcome/{}.safetensors")  # as older versions called them
@@ -114,6 +114,8 @@ class RunFolder:
         """Remove what a killed process had begun to write; whoever calls it holds the folder's lock."""
         places = {".", *(pattern.partition("/")[0] for pattern in BY_ADAPTER)}
         for place in (*(self.path / name for name in places), *self.path.glob("artefacts*")):
+            if place != self.path and place.is_symlink():
+                raise Damaged(place, "it is a link, which may lead anywhere", "remove it, then repeat the fedshift run")
             files.sweep(place)
 
     def unsound(self) -> list[Damaged]:
@@ -357,7 +359,7 @@ def title_of(config: Mapping[str, Any]) -> str:
 
 
 def find_runs(path: Path) -> list[Path]:
-    """The finished runs in a folder: a run itself, or any folder above some; what they hold may be damaged."""
+    """The finished runs in a folder (a run itself, or any above some), as they were planned; they may be damaged."""
     if not path.exists():
         raise UserError(f"there is no folder {path}")
     ended = (done.parent for done in path.rglob(DONE))
@@ -368,7 +370,7 @@ def find_runs(path: Path) -> list[Path]:
             check_free(unfinished.parent)
         hint = "; there is an unfinished one, go on with fedshift run ... --resume" if unfinished else ""
         raise UserError(f"{path} holds no finished run{hint}")
-    return sorted(sorted(found), key=lambda run: _begun(run).stat().st_mtime)
+    return in_order(sorted(sorted(found), key=lambda run: _begun(run).stat().st_mtime))
 
 
 def _begun(run: Path) -> Path:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from fedshift.store.metric import Metric
-from fedshift.store.summary import Summary
+from fedshift.store.summary import Summary, number, whole
 
 
 @dataclass(frozen=True)
@@ -51,27 +51,20 @@ class RoundLine:
         """From the file."""
         return RoundLine(
             round=whole(stored["round"]),
-            loss=stored.get("train/loss"),
-            participants=stored.get("participants", 0),
-            diverged=tuple(stored.get("diverged", stored.get("left-out", ()))),
-            losses=stored.get("losses", {}),
-            bytes_down=stored.get("bytes-down", 0),
-            bytes_up=stored.get("bytes-up", 0),
-            seconds=stored.get("seconds", 0.0),
-            memory_peak=stored.get("memory-peak"),
-            memory_grown=stored.get("memory-grown"),
-            server={key.removeprefix(SERVER): value for key, value in stored.items() if key.startswith(SERVER)},
+            loss=number(stored.get("train/loss")),
+            participants=int(number(stored.get("participants")) or 0),
+            diverged=tuple(map(str, stored.get("diverged", stored.get("left-out", ())))),
+            losses={client: number(value) for client, value in stored.get("losses", {}).items()},
+            bytes_down=int(number(stored.get("bytes-down")) or 0),
+            bytes_up=int(number(stored.get("bytes-up")) or 0),
+            seconds=number(stored.get("seconds")) or 0.0,
+            memory_peak=number(stored.get("memory-peak")),
+            memory_grown=number(stored.get("memory-grown")),
+            server={key.removeprefix(SERVER): number(value) for key, value in stored.items() if key.startswith(SERVER)},
         )
 
 
 SERVER = "server/"
-
-
-def whole(value: Any) -> int:
-    """A whole number, as a file should have it."""
-    if type(value) is not int:
-        raise TypeError(f"{value!r} is no round")
-    return value
 
 
 @dataclass(frozen=True)
@@ -91,7 +84,7 @@ class Evaluation:
     def of(stored: Mapping[str, Any]) -> Evaluation:
         """From the file."""
         scores = {Metric.parse(key): Summary.of(value) for key, value in stored.items() if isinstance(value, dict)}
-        return Evaluation(whole(stored["round"]), scores, stored.get("seconds", 0.0))
+        return Evaluation(whole(stored["round"]), scores, number(stored.get("seconds")) or 0.0)
 
 
 @dataclass(frozen=True)
@@ -110,7 +103,8 @@ class Adapted:
     @staticmethod
     def of(stored: Mapping[str, Any]) -> Adapted:
         """From the file."""
-        return Adapted(whole(stored["round"]), stored["adapter"], Summary.of(stored["val"]), stored.get("seconds", 0.0))
+        summary, seconds = Summary.of(stored["val"]), number(stored.get("seconds")) or 0.0
+        return Adapted(whole(stored["round"]), str(stored["adapter"]), summary, seconds)
 
 
 Line: TypeAlias = RoundLine | Evaluation | Adapted

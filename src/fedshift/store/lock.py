@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from fedshift.errors import HostError, UserError
 
@@ -28,7 +28,9 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".lock"
+MOST = 1 << 31  # no process has this number
 TRIES, PAUSE = 6, 0.05  # one who only looks holds the lock for a moment too, and a new owner needs one to sign
+CAREFUL = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # somebody may have put a link or a pipe there
 Way = Literal["flock", "file"]
 
 
@@ -121,7 +123,7 @@ def owner_of(folder: Path) -> Owner | None:
     """The living process that writes into a run folder, if any."""
     path = folder / LOCK
     try:
-        handle = os.open(path, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY | CAREFUL)
     except OSError:
         return None
     try:
@@ -156,8 +158,10 @@ def _take(path: Path) -> tuple[int, Way] | None:
     try:
         handle, made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
     except FileExistsError:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise UserError(f"{path} is no file of fedshift's; remove it") from None
         try:
-            handle, made = os.open(path, os.O_RDWR), False
+            handle, made = os.open(path, os.O_RDWR | CAREFUL), False
         except FileNotFoundError:  # just given back
             return None
     free = _flocked(handle, exclusive=True)
@@ -199,8 +203,14 @@ def _still(handle: int, path: Path) -> bool:
 def _signed(path: Path) -> Owner | None:
     """What is written in a lock; nothing if it is not signed yet."""
     try:
-        return Owner(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        if not path.is_file():
+            return None
+        found = Owner(**json.loads(path.read_text(encoding="utf-8")))
+        words = (found.host, found.started)
+        sound = type(found.pid) is int and 0 < found.pid < MOST and all(isinstance(word, str) for word in words)
+        datetime.fromisoformat(found.since)
+        return found if sound and found.way in get_args(Way) else None
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

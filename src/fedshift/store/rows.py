@@ -8,7 +8,7 @@ from typing import Any
 
 from fedshift.measures.measurement import Measurement
 from fedshift.store.metric import ACCURACY, Metric
-from fedshift.store.summary import BROKEN, OLD_KEYS, SUMMARY_KEYS, ClientScore, Summary, finite
+from fedshift.store.summary import BROKEN, OLD_KEYS, SUMMARY_KEYS, ClientScore, Summary, finite, number, whole
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Told:
     @staticmethod
     def of(stored: Mapping[str, Any]) -> Told:
         """From a file."""
-        return Told(stored["mean"], tuple(stored["counts"]))
+        return Told(number(stored["mean"]), tuple(int(count) for count in stored["counts"]))
 
 
 @dataclass(frozen=True)
@@ -124,30 +124,30 @@ class ScoreRow:
         return ScoreRow(
             metric=Metric.parse(stored["metric"]),
             summary=Summary.of(stored),
-            selection=stored.get("selection", ""),
-            round=stored.get("round", 0),
-            label=stored.get("label", label),
-            adapter=stored.get("adapter", ""),
-            options=stored.get("options", {}),
+            selection=str(stored.get("selection", "")),
+            round=whole(stored.get("round", 0)),
+            label=str(stored.get("label", label)),
+            adapter=str(stored.get("adapter", "")),
+            options=dict(stored.get("options", {})),
             code=stored.get("code"),
             given_bytes=stored.get("given-bytes", stored.get("published-bytes")),
             measures={name: Summary.of(own) for name, own in stored.get("measures", {}).items()},
-            classes=tuple(stored.get("classes", ())),
+            classes=tuple(map(str, stored.get("classes", ()))),
             whole=Measurement.of_json(stored["whole"], len(stored["classes"])) if "whole" in stored else None,
             measured={
                 name: Measurement.of_json(own, len(stored["classes"]))
                 for name, own in stored.get("measured", {}).items()
             },
-            by_client={name: ClientScore(*score) for name, score in stored.get("by-client", {}).items()},
+            by_client={name: ClientScore.of(*score) for name, score in stored.get("by-client", {}).items()},
             telemetry={name: Told.of(told) for name, told in stored.get("telemetry", {}).items()},
-            setting=stored.get("setting", {}),
+            setting=dict(stored.get("setting", {})),
             seed=stored.get("seed"),
-            task_hash=stored.get("task-hash", ""),
-            fedshift=stored.get("fedshift", ""),
-            paper=stored.get("paper"),
-            paper_validation=stored.get("paper-validation"),
-            family=stored.get("family", ""),
-            of_streams=tuple(stored.get("of", ())),
+            task_hash=str(stored.get("task-hash", "")),
+            fedshift=str(stored.get("fedshift", "")),
+            paper=number(stored.get("paper")),
+            paper_validation=number(stored.get("paper-validation")),
+            family=str(stored.get("family", "")),
+            of_streams=tuple(map(str, stored.get("of", ()))),
             unknown={key: value for key, value in stored.items() if key not in KNOWN},
         )
 

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedshift.store.files import Damaged, parsed, read_text
+from fedshift.errors import UserError
+from fedshift.store.files import Damaged, parsed, read_bytes, read_text
 
 SEAL = "seal"
 COMMENT, EDITED = "# seal: ", "edited"
@@ -75,8 +76,10 @@ def table_text(table: Mapping[str, Any]) -> str:
     return json.dumps(sealed(table), indent=1) + "\n"
 
 
-def read_lines(path: Path, must: bool = False, counted: bool = False) -> list[dict[str, Any]]:
+def read_lines(path: Path, must: bool = False, counted: bool = False, growing: bool = False) -> list[dict[str, Any]]:
     """A file of JSON tables, one a line; where they are ``counted`` each says how many there are.
+
+    The last line of one that is ``growing`` may be half-written, and is left out then.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "none.jsonl"
@@ -89,7 +92,8 @@ def read_lines(path: Path, must: bool = False, counted: bool = False) -> list[di
     ...
     fedshift.store.files.Damaged: ... is damaged (line 1: it is not what was written); repeat its fedshift run ...
     """
-    lines = read_text(path).splitlines()
+    text = read_text(path)
+    lines = (text[: text.rfind("\n") + 1] if growing else text).splitlines()
     if must and counted and not lines:
         raise Damaged(path, "it is empty")
     total = f"/{len(lines)}" if counted else ""
@@ -126,8 +130,8 @@ def toml_sealed(text: str) -> str:
 def has_seal(path: Path) -> bool:
     """Whether a TOML file has a seal, sound or not."""
     try:
-        return COMMENT.encode() in path.read_bytes()
-    except OSError:
+        return COMMENT.encode() in read_bytes(path)
+    except UserError:
         return False
 
 

@@ -41,10 +41,8 @@ class Summary:
     def of(stored: Mapping[str, Any]) -> Summary:
         """From a file, also one of version 0.1; other keys are ignored."""
         keys = {part: key if key in stored else OLD_KEYS.get(key, key) for part, key in SUMMARY_KEYS.items()}
-        numbers = {part: stored[key] for part, key in keys.items() if key in stored}
-        if not all(value is None or isinstance(value, int | float) for value in numbers.values()):
-            raise TypeError("what should be numbers is not")
-        return Summary(**numbers, broken=stored.get(BROKEN, 0))
+        numbers: dict[str, Any] = {part: number(stored[key]) for part, key in keys.items() if key in stored}
+        return Summary(**numbers, broken=int(number(stored.get(BROKEN)) or 0))
 
 
 SUMMARY_KEYS = {
@@ -62,6 +60,13 @@ class ClientScore(NamedTuple):
     correct: int
     loss: float | None  # summed negative log-likelihood; None if it is not finite
     broken: int = 0  # predictions that are not numbers
+
+    @staticmethod
+    def of(samples: Any, correct: Any, loss: Any, broken: Any = 0) -> ClientScore:
+        """From a file."""
+        if not 0 <= whole(correct) <= whole(samples):
+            raise ValueError(f"{correct} of {samples} samples cannot be right")
+        return ClientScore(samples, correct, number(loss), whole(broken))
 
     def to_json(self) -> list[float | None]:
         """As files hold it: the last one only where there are any."""
@@ -186,6 +191,32 @@ def finite(value: float) -> float | None:
     (1.0, None)
     """
     return value if math.isfinite(value) else None
+
+
+def number(value: Any) -> float | None:
+    """A number that a file should have, or None where it has none.
+
+    >>> number(2), number(None), number(math.inf)
+    (2, None, None)
+    >>> number("2")
+    Traceback (most recent call last):
+    ...
+    TypeError: '2' is no number
+    """
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return None if value is None else finite(value)
+    raise TypeError(f"{value!r} is no number")
+
+
+def whole(value: Any) -> int:
+    """A whole number, as a file should have it.
+
+    >>> whole(2)
+    2
+    """
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no whole number")
+    return value
 
 
 def mean_and_std(values: Sequence[float]) -> tuple[float, float]:

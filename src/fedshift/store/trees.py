@@ -14,7 +14,7 @@ from torch import Tensor, uint8
 
 from fedshift.core.tree import Tensors, Tree
 from fedshift.errors import number_in
-from fedshift.store.files import MISSING, Damaged, parsed, replace_with
+from fedshift.store.files import Damaged, check_file, parsed, replace_with
 from fedshift.store.seal import BROKEN, NONE, SEAL
 
 HEADER = "fedshift"
@@ -34,8 +34,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], described: Mapping[
 
 def read_tensors(path: Path, order: str = "", must: bool = False, remedy: str = "") -> tuple[Tensors, dict[str, Any]]:
     """What :func:`write_tensors` wrote; the entry ``order`` of the header, if there is one, says in which order."""
-    if path.is_dir() or not path.exists():
-        raise Damaged(path, "it is a folder" if path.is_dir() else MISSING, remedy)
+    check_file(path, remedy)
     try:
         with safe_open(path, framework="pt") as file:
             described = parsed(path, lambda: json.loads((file.metadata() or {})[HEADER]), remedy=remedy)
@@ -104,6 +103,7 @@ def load(path: Path, must: bool = False, remedy: str = "") -> tuple[dict[str, Tr
 
 def facts_of(path: Path) -> dict[str, Any]:
     """The facts alone, without the trees; the seal is not looked at."""
+    check_file(path)
     try:
         with safe_open(path, framework="pt") as file:
             return dict(json.loads((file.metadata() or {})[HEADER])["facts"])

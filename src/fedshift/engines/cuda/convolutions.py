@@ -1,10 +1,11 @@
 """Convolutions of stacked clients, each the way that is fastest.
 
 ``vmap`` makes one convolution with K groups of the convolutions of K clients. cuDNN is good at those, but not where a group
-has few input channels, nor on maps of a few positions, for which it has no kernel on tensor cores. Two other ways:
+has few input channels, nor on maps of a few positions, for which it has no kernel on tensor cores. Three other ways:
 
 - Patches: those of the images are written out, a row for each position, and multiplied with every client's kernels at once.
 - Implicit: kernels of our own read the patches where they lie (``kernels.py``), where products may round to TF32.
+- Folded: a large stride becomes channels (every square of stride x stride pixels is one position), then as implicit.
 
 ``benchmarks/convolutions.py`` measures all of them.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from fedshift.core.optim import descended
 from fedshift.engines.cuda import maps, normalisation, trilinear
-from fedshift.engines.cuda.geometry import Geometry, Pair, positions
+from fedshift.engines.cuda.geometry import Geometry, Pair, Shape
+from fedshift.engines.cuda.ways import by_folding, by_patches
 
 FEW_POSITIONS = 16  # cuDNN has no fast kernel for a map of so many
 SMALL_PATCH = 100  # numbers in a patch that is cheap to write out
@@ -31,8 +33,6 @@ CHANNELS = 16  # kernels of our own like channels in multiples of this, but for 
 PICTURES = 4  # channels that pictures have at most
 PICTURE_PATCH = 150  # numbers in a patch of a picture up to which they are faster
 ADDRESSABLE = 1 << 30  # numbers of a client's batch that they can count
-
-Shape: TypeAlias = tuple[int, int, int, int]  # of a batch of images, or kernels
 
 
 class StackedNormalisation(TorchFunctionMode):
@@ -235,7 +235,10 @@ def fastest(stack: int, images: Shape, kernels: Shape, stride: Pair, padding: Pa
     geometry = Geometry(images[2:], kernels[2:], stride, padding)
     spots, patch = math.prod(geometry.positions), math.prod(kernels[1:])
     largest = images[0] * max(images[1], kernels[0]) * math.prod(geometry.frame)
-    ours = ours and stack > 1 and implicit_pays(kernels, stride) and largest < ADDRESSABLE
+    ours = ours and stack > 1 and largest < ADDRESSABLE
+    if ours and folding_pays(kernels, stride) and spots > FEW_POSITIONS:
+        return "folded"
+    ours = ours and implicit_pays(kernels, stride)
     writable = stack * images[0] * spots * patch <= MOST_NUMBERS
     single = kernels[2:] == (1, 1)  # a product of matrices as it is
     if writable and (single or spots <= FEW_POSITIONS or (patch <= SMALL_PATCH and not ours)):
@@ -256,20 +259,22 @@ def implicit_pays(kernels: Shape, stride: Pair) -> bool:
     return out % CHANNELS == 0 and tall * wide > 1 and (first or later)
 
 
-def by_patches(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
-    """A convolution as one product: patches (images and positions, numbers of a patch) with kernels."""
-    down, across = padding
-    padded, size = F.pad(x, (across, across, down, down)), (weight.shape[2], weight.shape[3])
-    tall, wide = positions((padded.shape[2], padded.shape[3]), size, stride)
-    outputs = F.linear(_patches(padded, size, stride), weight.flatten(1), bias)
-    # vmap cannot make tensors in the order of memory that CUDA's BatchNorm would choose for channels last
-    return outputs.reshape(len(x), tall, wide, len(weight)).permute(0, 3, 1, 2).contiguous()
+def folding_pays(kernels: Shape, stride: Pair) -> bool:
+    """Whether a stride is too large for kernels of our own as it is, and makes channels that they like.
+
+    >>> folding_pays((64, 3, 11, 11), (4, 4)), folding_pays((64, 32, 3, 3), (2, 2)), folding_pays((64, 3, 4, 4), (4, 4))
+    (True, False, False)
+    """
+    out, channels, tall, wide = kernels
+    overlap = tall > stride[0] and wide > stride[1]  # otherwise patches are the pixels, each once
+    return overlap and max(stride) > 2 and out % CHANNELS == 0 and channels * math.prod(stride) % CHANNELS == 0
 
 
 WAYS: Mapping[str, Callable[[Tensor, Tensor, Tensor | None, Pair, Pair], Tensor]] = {
     "groups": F.conv2d,  # which vmap makes of it
     "patches": by_patches,
     "implicit": trilinear.convolution,
+    "folded": by_folding,
 }
 
 
@@ -286,84 +291,3 @@ def pair(value: int | Sequence[int]) -> Pair:
     ((2, 2), (1, 2), (3, 3))
     """
     return (value, value) if isinstance(value, int) else (value[0], value[-1])
-
-
-class _Patches(torch.autograd.Function):
-    """The patches of images, a row for each; clients' images are those of one long batch."""
-
-    @staticmethod
-    def forward(x: Tensor, size: Pair, stride: Pair) -> Tensor:
-        views = x.unfold(2, size[0], stride[0]).unfold(3, size[1], stride[1])
-        return views.permute(0, 2, 3, 1, 4, 5).reshape(-1, x.shape[1] * size[0] * size[1])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Pair, Pair], output: Tensor) -> None:  # noqa: ARG004
-        ctx.shape, ctx.size, ctx.stride = tuple(inputs[0].shape), inputs[1], inputs[2]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _joined(gradient, ctx.shape, ctx.size, ctx.stride), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _patches(tangent, ctx.size, ctx.stride)
-
-    @staticmethod
-    def vmap(
-        info: Any,  # noqa: ARG004
-        in_dims: tuple[int, None, None],
-        x: Tensor,
-        size: Pair,
-        stride: Pair,
-    ) -> tuple[Tensor, int]:
-        stacked = x.movedim(in_dims[0], 0)
-        return _patches(stacked.flatten(0, 1), size, stride).unflatten(0, (len(stacked), -1)), 0
-
-
-class _Joined(torch.autograd.Function):
-    """The transpose of ``_Patches``: every pixel is the sum over its positions in patches."""
-
-    @staticmethod
-    def forward(rows: Tensor, shape: Shape, size: Pair, stride: Pair) -> Tensor:
-        count, channels = shape[:2]
-        tall, wide = positions(shape[2:], size, stride)
-        views = rows.reshape(count, tall, wide, channels, *size).permute(0, 3, 1, 2, 4, 5)
-        part = (count, channels, tall, shape[3], size[0])
-        columns = torch.ops.aten.unfold_backward(views.contiguous(), part, 3, size[1], stride[1])
-        joined: Tensor = torch.ops.aten.unfold_backward(columns, shape, 2, size[0], stride[0])
-        return joined
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Shape, Pair, Pair], output: Tensor) -> None:  # noqa: ARG004
-        ctx.shape, ctx.size, ctx.stride = inputs[1], inputs[2], inputs[3]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _patches(gradient, ctx.size, ctx.stride), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _joined(tangent, ctx.shape, ctx.size, ctx.stride)
-
-    @staticmethod
-    def vmap(
-        info: Any,  # noqa: ARG004
-        in_dims: tuple[int, None, None, None],
-        rows: Tensor,
-        shape: Shape,
-        size: Pair,
-        stride: Pair,
-    ) -> tuple[Tensor, int]:
-        stacked = rows.movedim(in_dims[0], 0)
-        whole = (len(stacked) * shape[0], *shape[1:])
-        return _joined(stacked.flatten(0, 1), whole, size, stride).unflatten(0, (len(stacked), -1)), 0
-
-
-def _patches(x: Tensor, size: Pair, stride: Pair) -> Tensor:
-    rows: Tensor = _Patches.apply(x, size, stride)  # type: ignore[no-untyped-call]
-    return rows
-
-
-def _joined(rows: Tensor, shape: Shape, size: Pair, stride: Pair) -> Tensor:
-    images: Tensor = _Joined.apply(rows, shape, size, stride)  # type: ignore[no-untyped-call]
-    return images

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import NamedTuple, TypeAlias
 
 Pair: TypeAlias = tuple[int, int]  # down and across
+Shape: TypeAlias = tuple[int, int, int, int]  # of a batch of images, or kernels
 
 
 class Role(Enum):

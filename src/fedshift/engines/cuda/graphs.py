@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -18,16 +20,28 @@ MOST = 32  # graphs kept; each holds the memory of its intermediate results
 
 
 class Graphs:
-    """Replays steps. Tensors of a returned state belong to the graph until the next call."""
+    """Replays steps. Tensors of a returned state belong to the graph until the next call.
 
-    def __init__(self) -> None:
+    A step may return more slots than it was given: what it says beside the state it moved. What cannot be captured (a
+    method or adapter that looks at values) goes on step by step, and that is said.
+    """
+
+    def __init__(self, warm_up: int = WARM_UP) -> None:
+        self._warm_up = warm_up
         self._seen: Counter[Hashable] = Counter()
         self._steps: dict[Hashable, Step] = {}
         self._states: dict[Hashable, Tree] = {}
         self._batches: dict[Hashable, dict[str, Tensor]] = {}
         self._copied: dict[Hashable, Tensor] = {}
-        self._graphs: dict[Hashable, Any] = {}
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._said: dict[Hashable, Tree] = {}  # slots that a captured step returned beside its state
+        self._refused: set[Hashable] = set()
         self._pool: Any = None
+
+    @property
+    def captured(self) -> int:
+        """How many steps are replayed."""
+        return len(self._graphs)
 
     def step(
         self, group: Hashable, size: int, step: Step, state: Tree, batch: Mapping[str, Tensor], compile_step: bool
@@ -39,9 +53,12 @@ class Graphs:
             if key not in self._steps:
                 self._steps[key] = _compiled(step) if compile_step else step
             chosen = self._steps[key]
-            if self._seen[key] <= WARM_UP or len(self._graphs) >= MOST:
+            if (
+                self._seen[key] <= WARM_UP
+                or len(self._graphs) >= MOST
+                or not self._can(key, group, chosen, state, batch)
+            ):
                 return chosen(state, batch)
-            self._capture(key, group, chosen, state, batch)
         static = self._states[group]
         _copy(state, static)
         for name, leaf in batch.items():
@@ -49,7 +66,7 @@ class Graphs:
                 self._batches[key][name].copy_(leaf)
                 self._copied[key, name] = leaf
         self._graphs[key].replay()
-        return static
+        return {**static, **self._said[key]} if self._said[key] else static
 
     def clear(self) -> None:
         """Free everything; a pool whose last graph is gone cannot be captured into again."""
@@ -60,6 +77,22 @@ class Graphs:
         self._batches.clear()
         self._copied.clear()
         self._graphs.clear()
+        self._said.clear()
+        self._refused.clear()
+
+    def _can(self, key: Hashable, group: Hashable, step: Step, state: Tree, batch: Mapping[str, Tensor]) -> bool:
+        """Whether this step could be captured, now or before."""
+        if key in self._refused:
+            return False
+        try:
+            self._capture(key, group, step, state, batch)
+        except RuntimeError as error:
+            if wants_memory(error):
+                raise
+            self._refused.add(key)
+            warnings.warn(f"a step is slower than need be, no CUDA graph can be made of it: {error}", stacklevel=3)
+            return False
+        return True
 
     def _capture(self, key: Hashable, group: Hashable, step: Step, state: Tree, batch: Mapping[str, Tensor]) -> None:
         static = self._states.setdefault(group, map_tree(torch.clone, state))
@@ -71,9 +104,44 @@ class Graphs:
             step(static, inputs)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            _copy(_apart(step(static, inputs), static), static)
+        with _capturing(graph, self._pool):
+            result = step(static, inputs)
+            moved = {slot: leaves for slot, leaves in result.items() if slot in static}
+            _copy(_apart(moved, static), static)
         self._graphs[key] = graph
+        self._said[key] = {slot: leaves for slot, leaves in result.items() if slot not in static}
+
+
+def wants_memory(error: BaseException | None) -> bool:
+    """Whether memory is what is missing: a capture that breaks off says something else first.
+
+    >>> wants_memory(torch.OutOfMemoryError()), wants_memory(RuntimeError("no"))
+    (True, False)
+    """
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Capture what is done inside; if that breaks off, streams and memory are as they were before."""
+    before, collects = torch.cuda.current_stream(), gc.isenabled()
+    gc.disable()  # an old graph that is collected meanwhile would break the capture
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            yield
+    except BaseException:
+        torch.cuda.set_stream(before)
+        with suppress(RuntimeError):  # torch ended it itself, or else would not release memory to anybody again
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
+        raise
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _compiled(step: Step) -> Step:

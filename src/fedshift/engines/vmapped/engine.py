@@ -11,7 +11,7 @@ into memory together are stacked in parts (``memory.py``).
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -31,27 +31,29 @@ from fedshift.engines.base import Compute, Reply, Score
 from fedshift.engines.cuda.convolutions import StackedConvolutions, implicit_pays, pair, shape_of
 from fedshift.engines.cuda.graphs import Graphs, Step
 from fedshift.engines.cuda.trilinear import has_kernels
+from fedshift.engines.pulse import beat
 from fedshift.engines.reference import (
     Placement,
     as_floats,
     features_of,
     hand_over,
     now_of,
-    schedule_of,
     seeded,
     start_phase,
     still_valid,
 )
-from fedshift.engines.schedule import Plan, draw, fitting, seeds_for
+from fedshift.engines.schedule import Plan, fitting
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped.grouping import joint_steps
 from fedshift.engines.vmapped.memory import Stacks
+from fedshift.engines.vmapped.queues import Group, Queues
 from fedshift.engines.vmapped.streams import Lane, evaluate_lanes, suited
 
 # Samples a run works through before compiling its steps pays: it takes about half a minute and saves a fifth, but for
 # convolutions that kernels of our own are faster at, and which no compiler knows. A function of the settings and the
 # machine, never of the clock, so that a resumed run takes the same kernels.
 COMPILE_PAYS = 50_000_000
+MANY_PRODUCTS = 4  # layers that are a product, for each convolution: CCT-4 has 9, a CNN one
 MOST_METHODS = 4  # whose graphs are kept
 
 
@@ -145,7 +147,7 @@ class Vmapped:
                     singles = zip(unstack(state, count), parts, strict=True)
                     features[key] = [features_of(method, one, phase, part, self.compute) for one, part in singles]
                 cached = features[key] if phase.inputs == "features" else None
-                queues = _Queues(method, phase, clients, task, plan, self.compute, cached)
+                queues = Queues(method, phase, clients, task, plan, self.compute, cached)
                 here = Compute(dtype=self.compute.dtype)  # many small tensors: stacked first, moved once
                 nows = [
                     now_of(method, task, client, plan, length, here)
@@ -172,10 +174,10 @@ class Vmapped:
             for client, up, local, loss, taken, fine in rows
         }
 
-    def _phase(self, method: Method, state: Tree, phase: Phase, queues: _Queues, common: Tree) -> Tree:
+    def _phase(self, method: Method, state: Tree, phase: Phase, queues: Queues, common: Tree) -> Tree:
         """Run all queues dry."""
         common = common if phase.kind == "fold" else {}  # a captured step would read an old round's
-        group = _Group(state, queues.count, borrowed=self._graphs is not None)
+        group = Group(state, queues.count, borrowed=self._graphs is not None)
         form = tuple((slot, name, leaf.shape[1:]) for slot, leaves in state.items() for name, leaf in leaves.items())
         for size, members in joint_steps(queues.sizes):
             rows = self._filled(members, queues.count)
@@ -190,6 +192,7 @@ class Vmapped:
             else:
                 key = (method, suited, queues.signature, form, len(rows))
                 group.state = self._graphs.step(key, size, step, group.state, order, self._compiles[method])
+            beat(size * len(members))
         return group.everyone()
 
     def _remember(self, graphs: Graphs, method: Method, task: Task, work: float) -> None:
@@ -214,7 +217,13 @@ def compiling_pays(method: Method, samples: float, compute: Compute) -> bool:
         return False
     layers = [layer for layer in method.arch.convolutions() if layer.groups == 1]
     ours = any(implicit_pays(shape_of(layer.weight), pair(layer.stride)) for layer in layers)
-    return not (ours and has_kernels(compute))
+    return not (ours and has_kernels(compute)) or _mostly_products(method)
+
+
+def _mostly_products(method: Method) -> bool:
+    """Whether a network with few convolutions is a transformer: what is between its products a compiler joins."""
+    kinds = Counter(leaf.dim() for leaf in method.arch.init(0).values())
+    return kinds[2] > MANY_PRODUCTS * kinds[4]
 
 
 def _work(method: Method, task: Task, clients: int, plan: Plan) -> float:
@@ -244,7 +253,7 @@ def _without(tree: Tree, slots: Tree) -> Tree:
 
 
 def _stacked_step(
-    method: Method, phase: Phase, queues: _Queues, common: Tree, around: Callable[[], AbstractContextManager[object]]
+    method: Method, phase: Phase, queues: Queues, common: Tree, around: Callable[[], AbstractContextManager[object]]
 ) -> Step:
     """A step from positions in the long index to moved states: gathering images is part of it, and of its graph."""
 
@@ -275,127 +284,3 @@ def _finite(tree: Tree, count: int, like: Tree) -> Tensor:
         if leaf.is_floating_point()
     ]
     return torch.stack(flags).all(0) if flags else torch.ones_like(like["log"]["loss"], dtype=torch.bool)
-
-
-class _Group:
-    """The clients that move now, stacked; regrouped only when other ones do."""
-
-    def __init__(self, state: Tree, count: int, borrowed: bool) -> None:
-        self._borrowed = borrowed  # a step's result belongs to a captured graph, which will overwrite it
-        self._everyone = list(range(count))
-        self._members, self._rows = self._everyone, self._everyone
-        self._full = state
-        self.state = state
-
-    def choose(self, members: list[int], rows: list[int]) -> None:
-        """Put the moved clients back and take these rows out."""
-        if (members, rows) == (self._members, self._rows):
-            return
-        if self._members == self._everyone:
-            self._full = map_tree(torch.clone, self.state) if self._borrowed else self.state
-        else:
-            moved = len(self._members)
-            places = self._index(self._members)
-            self._full = map_tree(lambda all_, some: all_.index_copy(0, places, some[:moved]), self._full, self.state)
-        self._members, self._rows = members, rows
-        index = self._index(rows)
-        self.state = self._full if rows == self._everyone else map_tree(lambda leaf: leaf[index], self._full)
-
-    def everyone(self) -> Tree:
-        """All clients where they are now, in tensors that nobody else will write to."""
-        self.choose(self._everyone, self._everyone)
-        return map_tree(torch.clone, self.state) if self._borrowed else self.state
-
-    def _index(self, rows: list[int]) -> Tensor:
-        return torch.tensor(rows, device=self._full["log"]["loss"].device)
-
-
-class _Queues:
-    """Every client's batches of one phase, in its own order: one long index on the device, and where each batch begins."""
-
-    def __init__(
-        self,
-        method: Method,
-        phase: Phase,
-        clients: Sequence[Client],
-        task: Task,
-        plan: Plan,
-        compute: Compute,
-        features: Sequence[Tensor] | None,
-    ) -> None:
-        parts = [task.samples(client, phase.data) for client in clients]
-        plans = [
-            schedule_of(method, phase, part, plan, client.name) for part, client in zip(parts, clients, strict=True)
-        ]
-        orders = [order for order, _ in plans]
-        self.compute = compute
-        self.part = parts[0]  # the images are shared; only the index differs
-        self._sizes = [sizes for _, sizes in plans]
-        lengths = [len(order) for order in orders]
-        firsts = [0, *itertools.accumulate(lengths)]
-        self._begins = [
-            list(itertools.accumulate(sizes, initial=first)) for sizes, first in zip(self._sizes, firsts, strict=False)
-        ]
-        where = torch.cat([part.index[order] for part, order in zip(parts, orders, strict=True)]).to(compute.device)
-        self._constants = {"where": _padded(where)}
-        self._offsets: dict[int, Tensor] = {}
-        self._taken = [0] * len(parts)
-        self._wanted = augment.wanted(method, phase)
-        seeds = [seeds_for(list(self._wanted), plan, client.name, phase) for client in clients]
-        self._seeds = {n: torch.tensor([own[n] for own in seeds], device=compute.device) for n in self._wanted}
-        if features is not None:
-            ordered = [own[order.to(compute.device)] for own, order in zip(features, orders, strict=True)]
-            self._constants["features"] = _padded(torch.cat(ordered))
-
-    @property
-    def signature(self) -> tuple[int, int]:
-        """What a captured step depends on beside its inputs' values: where the images are, how long the index is."""
-        return id(self.part.images), len(self._constants["where"])
-
-    @property
-    def count(self) -> int:
-        """How many clients."""
-        return len(self._sizes)
-
-    @property
-    def sizes(self) -> Sequence[Sequence[int]]:
-        """Of each client's batches."""
-        return self._sizes
-
-    @property
-    def lengths(self) -> list[int]:
-        """How many steps each client takes."""
-        return [len(sizes) for sizes in self._sizes]
-
-    def take(self, members: Sequence[int], rows: Sequence[int], size: int) -> dict[str, Tensor]:
-        """What a step of these rows needs (a filler repeats a member's), and the members' queues move on."""
-        begins = self._upload([self._begins[k][self._taken[k]] for k in rows])
-        if size not in self._offsets:
-            self._offsets[size] = torch.arange(size, device=self.compute.device)
-        order = {"span": begins[:, None] + self._offsets[size], **self._constants, **self._draws(rows, size)}
-        for k in members:
-            self._taken[k] += 1
-        return order
-
-    def _draws(self, rows: Sequence[int], size: int) -> dict[str, Tensor]:
-        if not self._wanted:
-            return {}
-        which = self._upload(rows).repeat_interleave(size)
-        steps = self._upload([self._taken[k] for k in rows]).repeat_interleave(size)
-        seeds: dict[str, int | Tensor] = {name: own[which] for name, own in self._seeds.items()}
-        ids = torch.arange(size, device=self.compute.device).repeat(len(rows))
-        flat = draw(self._wanted, seeds, ids, self.compute.dtype, steps)
-        return {name: leaf.reshape(len(rows), size, *leaf.shape[1:]) for name, leaf in flat.items()}
-
-    def _upload(self, numbers: Sequence[int]) -> Tensor:
-        """Numbers on the device without making the host wait for it."""
-        tensor = torch.tensor(numbers)
-        if self.compute.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.compute.device, non_blocking=True)
-
-
-def _padded(rows: Tensor) -> Tensor:
-    """Filled up to a power of two, so that a captured graph serves rounds with other clients; the filling is never read."""
-    length = 1 << max(len(rows) - 1, 0).bit_length()
-    return torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from fedshift.engines.cuda.graphs import wants_memory
 from fedshift.errors import UserError
 
 T = TypeVar("T")
@@ -69,18 +70,7 @@ class Stacks:
 def _tried(work: Callable[[Sequence[T]], dict[K, V]], some: Sequence[T]) -> dict[K, V] | None:
     try:
         return work(some)
-    except torch.OutOfMemoryError:
-        return None
-    except RuntimeError as error:
-        if not _hides_want_of_memory(error):
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        if not wants_memory(error):
             raise
         return None
-
-
-def _hides_want_of_memory(error: BaseException | None) -> bool:
-    """What a broken-off capture says may hide why it broke off, behind more than one other error."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from fedshift.errors import UserError
+from fedshift.errors import UserError, reason_of
 from fedshift.results.pages.watch import Memory, state_of, watch_page
 
 HERE = "127.0.0.1"
@@ -33,8 +33,10 @@ class Live(ThreadingHTTPServer):
         self._memory, self._reading = Memory(), threading.Lock()
         try:
             super().__init__((HERE, port), Answer)
-        except OSError as error:
-            raise UserError(f"port {port} cannot be used ({error.strerror}); choose another one with --port") from None
+        except (OSError, OverflowError) as error:
+            raise UserError(
+                f"port {port} cannot be used ({reason_of(error)}); choose another one with --port"
+            ) from None
 
     @property
     def address(self) -> str:

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from fedshift.results.sections.curves import MOST_POINTS, lines_of
 from fedshift.results.sections.origin import duration, facts_of
 from fedshift.results.sections.views import evenly, short
 from fedshift.results.trouble import diverged_training, grown_loss
-from fedshift.store.folder import PLAN, read_config, title_of
+from fedshift.store.files import attempt, parsed, read_text
+from fedshift.store.folder import DONE, METRICS, RunFolder, read_config, title_of
 from fedshift.store.lines import History
 from fedshift.store.lock import owner_of
+from fedshift.store.plans import PLAN
+from fedshift.store.seal import read_lines
+from fedshift.store.summary import whole
 
 SCRIPTS = ("page.js", "watch.js")
-DAMAGED = (UserError, OSError, LookupError, TypeError, ValueError)  # of a file that is foreign, or written just now
 RECENT = 10  # rounds that tell how long the next one takes
 WAITING, TRAINING, SCORING, FINISHED = "waiting", "training", "scoring", "finished"
 STOPPED, UNREADABLE = "stopped", "damaged"
@@ -36,17 +40,17 @@ class Memory:
 
     known: dict[Path, tuple[tuple[int, int], History]] = field(default_factory=dict)
 
-    def history(self, path: Path) -> History:
-        """All whole lines of a file; the last one may be half-written."""
+    def history(self, folder: RunFolder) -> History:
+        """All that a run has written; while it goes on the last line may be half there."""
+        path = folder.path / METRICS
         try:
             found = path.stat()
         except FileNotFoundError:
             return History()
         stamp = found.st_mtime_ns, found.st_size
         if self.known.get(path, ((0, 0),))[0] != stamp:
-            text = path.read_text(encoding="utf-8")
-            whole = text[: text.rfind("\n") + 1]
-            self.known[path] = stamp, History.of(json.loads(line) for line in whole.splitlines())
+            lines = read_lines(path, folder.strict, growing=not (folder.path / DONE).exists())
+            self.known[path] = stamp, parsed(path, lambda: History.of(lines))
         return self.known[path][1]
 
 
@@ -82,11 +86,11 @@ def _run(folder: Path, memory: Memory, job: Mapping[str, Any]) -> dict[str, Any]
     bare = {**NOTHING, "folder": str(folder), "name": folder.name, "seed": None, "rounds": 0, "failures": []}
     try:
         config = read_config(folder)
-        history = memory.history(folder / "metrics.jsonl")
-        facts = facts_of(folder)
-        title = f"{title_of(config)} seed {config['seed']}"
-    except DAMAGED as error:
+        history = memory.history(RunFolder(folder))
+    except (UserError, OSError) as error:
         return {**bare, "state": UNREADABLE, "failures": [f"{folder} cannot be read ({error})"]}
+    facts = facts_of(folder)
+    title = f"{title_of(config)} seed {config['seed']}"
     done = history.rounds[-1].round if history.rounds else 0
     rounds = int(facts.get("rounds") or job.get("rounds") or max(config.get("rounds", 0), done))
     pace = statistics.median([line.seconds for line in history.rounds[-RECENT:]]) if history.rounds else None
@@ -134,12 +138,17 @@ def _jobs(path: Path) -> dict[str, dict[str, Any]]:
     """Runs that were planned, by their folder."""
     found: dict[str, dict[str, Any]] = {}
     for plan in sorted([*path.rglob(PLAN), *(above / PLAN for above in path.parents[:2] if (above / PLAN).is_file())]):
-        try:
-            jobs = json.loads(plan.read_text(encoding="utf-8"))["runs"]
-            found |= {str(plan.parent / job["folder"]): job for job in jobs}
-        except DAMAGED:
-            continue
+        found |= attempt(partial(_planned, plan), []) or {}
     return {folder: job for folder, job in found.items() if Path(folder).is_relative_to(path)}
+
+
+def _planned(plan: Path) -> dict[str, dict[str, Any]]:
+    text = read_text(plan)
+    return parsed(plan, lambda: {str(plan.parent / job["folder"]): _job(job) for job in json.loads(text)["runs"]})
+
+
+def _job(stored: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": str(stored["name"]), "seed": whole(stored["seed"]), "rounds": whole(stored["rounds"])}
 
 
 def _waiting(folder: str, job: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from matplotlib.projections.polar import PolarAxes
 from fedshift.data.output import fresh
 from fedshift.errors import UserError
 from fedshift.results.plots.clouds import draw_clouds
+from fedshift.results.plots.price import price_picture
 from fedshift.results.plots.style import INK, MARKERS, PALETTE, SOFT, STROKES, save
 from fedshift.results.plots.tsne import places, with_features
 from fedshift.results.result import Result, Row
@@ -295,6 +296,7 @@ def draw(name: str, result: Result, folder: Path, rule: str = "best-val") -> lis
         "densities": density_picture,
         "map": map_picture,
         "radar": radar_picture,
+        "privacy": price_picture,
     }
     if name == "tsne":
         made = [run / "tsne.png" for run in with_features(result.folders)]

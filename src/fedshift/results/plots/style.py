@@ -16,7 +16,11 @@ from fedshift.data.output import fresh
 from fedshift.results.plain import plain
 
 INK, SOFT = "#1f2430", "#8a90a0"
-PALETTE = ("#2b6cb0", "#dd6b20", "#2f855a", "#b83280", "#718096", "#6b46c1")
+# ten, so that none comes twice before that
+PALETTE = (
+    *("#2b6cb0", "#dd6b20", "#2f855a", "#b83280", "#718096"),
+    *("#6b46c1", "#d69e2e", "#0bc5ea", "#c53030", "#5d4037"),
+)
 STROKES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "p", "h")
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from fedshift.store.files import attempt, parsed, read_text
 
 INSPECTED = Path("inspect") / "inspect.json"
 MOST_POINTS = 3000  # of a map
@@ -14,23 +17,23 @@ MOST_MAPS = 12
 
 def features(folders: Iterable[Path]) -> dict[str, Any] | None:
     """Maps of the first seed of every method, and the summary of each; None where nobody has looked."""
-    found = _read(folders)
-    runs = {run["name"]: run for run in reversed([run for one in found for run in one.get("runs", [])])}
-    maps = [_map(name, run["tsne"]) for name, run in reversed(runs.items()) if run.get("tsne")][:MOST_MAPS]
-    rows = [_row(row) for one in found for row in one.get("methods", [])]
+    places = dict.fromkeys(above / INSPECTED for folder in folders for above in (folder, *list(folder.parents)[:3]))
+    looks = [look for path in places if (look := attempt(partial(_look, path), [])) is not None]
+    first = {made["name"]: made for maps, _ in reversed(looks) for made in reversed(maps)}
+    maps = list(reversed(first.values()))[:MOST_MAPS]
+    rows = [row for _, found in looks for row in found]
     return {"maps": maps, "rows": rows} if maps or rows else None
 
 
-def _read(folders: Iterable[Path]) -> list[dict[str, Any]]:
-    """Numbers of every look at these runs; one that cannot be read is passed over."""
-    places = dict.fromkeys(above / INSPECTED for folder in folders for above in (folder, *list(folder.parents)[:3]))
-    found = []
-    for path in places:
-        try:
-            found.append(json.loads(path.read_text()))
-        except (OSError, ValueError):
-            continue
-    return [one for one in found if isinstance(one, dict)]
+def _look(path: Path) -> tuple[list[dict[str, Any]], list[list[str]]]:
+    """Maps and rows of one look at some runs."""
+    text = read_text(path)
+    return parsed(path, lambda: _taken(json.loads(text)))
+
+
+def _taken(found: dict[str, Any]) -> tuple[list[dict[str, Any]], list[list[str]]]:
+    maps = [_map(run["name"], run["tsne"]) for run in found.get("runs", []) if run.get("tsne")]
+    return maps, [_row(row) for row in found.get("methods", [])]
 
 
 def _map(name: str, placed: dict[str, Any]) -> dict[str, Any]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedshift.results.collect import names_of
 from fedshift.results.sections.views import Views
-from fedshift.store.folder import read_config
+from fedshift.store.files import attempt
+from fedshift.store.folder import RunFolder, read_config
 from fedshift.store.toml import toml_text
 
 PICTURE = "task.png"
+PNG = b"\x89PNG\r\n"
 MOST_PICTURE = 3_000_000  # bytes
 OWN = ("seed", "task-hash", "networks", "sweep-point")  # of one run: never shared
 
@@ -82,12 +83,8 @@ def shared(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
-    """What ``done`` says; an old one may say nothing."""
-    try:
-        found = json.loads((folder / "done").read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    """What ``done`` says; nothing where a run has not ended, or what it says is damaged."""
+    return attempt(RunFolder(folder).ending, []) or {}
 
 
 def _made(fact: Mapping[str, Any]) -> str:
@@ -106,6 +103,8 @@ def _versions(fact: Mapping[str, Any]) -> str:
 def _picture(folders: Sequence[Path]) -> str:
     """The task's picture that ``fedshift run`` and ``fedshift data`` draw beside the runs, in base64."""
     for path in dict.fromkeys(above / PICTURE for folder in folders for above in list(folder.parents)[:2]):
-        if path.is_file() and path.stat().st_size <= MOST_PICTURE:
-            return base64.b64encode(path.read_bytes()).decode()
+        if path.is_file() and not path.is_symlink() and path.stat().st_size <= MOST_PICTURE:
+            content = path.read_bytes()
+            if content.startswith(PNG):  # nothing else of a foreign folder belongs on a page that people send around
+                return base64.b64encode(content).decode()
     return ""

@@ -27,6 +27,8 @@ def _of(key: str, by: float = 1) -> Callable[[Mapping[str, float]], float | None
 
 AXES = (
     Axis("kB up and down, of a client in a round", _traffic, short),
+    Axis("kB up, of a client in a round", _of("bytes-up", 1e3), short),
+    Axis("epsilon of all rounds", _of("epsilon"), short),
     Axis("GFLOPs of a client in a round", _of("flops-round", 1e9), short),
     Axis("seconds of a round here, all clients", _of("seconds-per-round"), short),
     Axis("parameters of the network", _of("parameters"), counted),

@@ -117,7 +117,9 @@ function show(found) {
 
 function times(found) {
   const bins = found.timeline;
-  const requests = [line("requests", bins.map((bin) => bin.requests / 10), 0), line("images", bins.map((bin) => bin.images / 10), 1)];
+  const spent = (bin) => Math.min(10, Math.max(1, found.now - bin.start)); // the last ones are not over yet
+  const rates = (what) => bins.map((bin) => bin[what] / spent(bin));
+  const requests = [line("requests", rates("requests"), 0), line("images", rates("images"), 1)];
   chart("requests", bins, requests, largest(requests), "");
   const ms = (value) => (value === null ? null : 1000 * value);
   const latency = [line("half of them within", bins.map((bin) => ms(bin.p50)), 0), line("99 % within", bins.map((bin) => ms(bin.p99)), 1)];
@@ -155,7 +157,7 @@ function versions(list) {
   const rows = list.slice().reverse().slice(0, 12).map((one) => {
     const back = made("button", {}, "Go back");
     back.onclick = () => change(`rollback?to=${one.version}`);
-    const words = one.version ? `${one.why}, ${one.seen} images, ${one.time.slice(0, 19).replace("T", " ")}` : one.why;
+    const words = one.version ? `${one.why}, ${one.seen} ${one.seen === 1 ? "image" : "images"}, ${one.time.slice(0, 19).replace("T", " ")}` : one.why;
     return made("tr", {}, made("td", {}, String(one.version)), made("td", {}, words), made("td", {}, back));
   });
   $("versions").replaceChildren(made("div", { class: "scroll" }, made("table", {}, ...rows)));

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedshift.blocks.head_mixing import entropy_slope, moving_average, search_weight
+from fedshift.blocks.head_mixing import covariance, moving_average, search_weight
 from fedshift.blocks.mean_views import second_head
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
@@ -93,13 +93,14 @@ class HeadEnsemble(Adapter):
             return torch.full_like(generic[:, 0], self.e)
         way = generic - personal
         trust = self._trust(generic, personal)
+        push = -trust[:, None] * way  # the slope of the entropy is minus a covariance, and linear in the direction
         pull = torch.zeros_like(trust)
         if self.weighting != "em":
             far = [(smoothed - state["descriptors"][name]).norm(dim=1) for name in ("global", "local")]
             pull = (1 - trust) * (far[0] - far[1]).to(trust.dtype)
 
         def slope(e: Tensor) -> Tensor:
-            each = trust * entropy_slope(personal + e[:, None] * way, way) + pull
+            each = covariance(torch.addcmul(personal, e[:, None], way), push) + pull
             return each.mean(0, keepdim=True) if self.batch_size else each
 
         e = search_weight(slope, trust[:1] if self.batch_size else trust, self.lr, self.steps)

@@ -11,7 +11,7 @@ from fedshift.blocks.logit_exchange import AdaptedExchange, LogitExchange, diver
 from fedshift.blocks.losses import entropy
 from fedshift.core.context import ClientInfo, Context, Phase
 from fedshift.core.method import Batch
-from fedshift.core.options import NonNegative
+from fedshift.core.options import Count, NonNegative
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick
 from fedshift.errors import UserError
@@ -45,11 +45,17 @@ class HeteroFedTTA(AdaptedExchange, FedTTA):
     adapter's is at a new client, with the same clip and weight decay. Public batches are as large as the client's own,
     where the code has 100. FedTTA-Prox (``mu``) is not possible, because no model is received; FedTTA++ is the adapter
     with more steps. At the end the inner rate of the last round comes with the tables, one number.
+
+    The layers of phi are 32, 64 and 128 wide for the paper's small, medium and big network, twice its first layer; so they
+    are for any other network, unless ``loss-width`` says how wide. One optimiser serves digest and revisit, as in the
+    authors' code: phi's momentum (and psi's, with ``[train] momentum``) goes on from one to the other.
     """
 
     lam: NonNegative = 0.8
+    loss_width: Count | None = None  # default: twice the outputs of the network's first layer
 
     ensembles: ClassVar[tuple[str, ...]] = ("base", "personal")
+    revision: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         """Refuse a term that has no meaning here."""
@@ -71,7 +77,22 @@ class HeteroFedTTA(AdaptedExchange, FedTTA):
         """A random loss beside the random network."""
         local = super().init_local(model, info, ctx)
         head = next(iter(pick(local["model"], self.arch.head).values()))
-        return {**local, "model": {**local["model"], **fresh(head, self.arch.classes)}}
+        width = self.loss_width or 2 * len(local["model"][self.arch.parameters[0]])
+        return {**local, "model": {**local["model"], **fresh(head, self.arch.classes, width)}}
+
+    def begin(self, down: Tree, local: Tree) -> Tree:
+        """One optimiser for the whole round."""
+        state = super().begin(down, local)
+        rules = self.groups(self.digest_phase(self.digest_epochs))
+        return {
+            **state,
+            "momentum": {k: v for own, rule in rules for k, v in rule.memory(pick(state["model"], own)).items()},
+        }
+
+    def client_step(self, state: Tree, batch: Batch, phase: Phase) -> Tree:
+        """A step that goes on with the momentum of the phase before."""
+        after = super().client_step({**state, "optim": state["momentum"]}, batch, phase)
+        return {**after, "optim": state["optim"], "momentum": after["optim"]}
 
     def loss(self, state: Tree, tensors: Tensors, batch: Batch, phase: Phase) -> tuple[Tensor, Tensors]:
         """On public images the divergences from both ensembles, on one's own FedTTA's."""

@@ -23,14 +23,14 @@ RATE = f"{SLOT}.rate"  # of the step it was learnt through, deployed beside it
 TINY = 1e-12  # under the root: a norm of zeros has a first derivative, but no second one
 
 
-def fresh(like: Tensor, classes: int) -> Tensors:
+def fresh(like: Tensor, classes: int, width: int = HIDDEN) -> Tensors:
     """The network drawn as torch draws linear layers; another start of the run (``like``) draws another.
 
     >>> sum(leaf.numel() for leaf in fresh(torch.ones(2), 10).values())
     2497
     """
     start, drawn = float(like.flatten()[0]), {}
-    sizes = (classes, *[HIDDEN] * DEPTH, 1)
+    sizes = (classes, *[width] * DEPTH, 1)
     for layer, (inputs, outputs) in enumerate(pairwise(sizes)):
         for kind, shape in (("weight", (inputs,)), ("bias", ())):
             name = f"{SLOT}.{layer}.{kind}"

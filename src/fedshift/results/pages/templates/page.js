@@ -53,7 +53,7 @@ const page = (() => {
   };
 
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-  const HUES = 8;
+  const HUES = 10;
   const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "triangle-down", "bowtie"]; // not as many as hues: a colour comes back with another symbol
   const FORMS = ["", "-open", "-dot", "-open-dot"];
   const DASHES = ["solid", "dash", "dot", "dashdot"];

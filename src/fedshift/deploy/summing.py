@@ -1,0 +1,177 @@
+"""A secure summation over packets: the party's half of its phases and the server's, neither of whom sees more than it must.
+
+What a party needs from one phase to the next lies in its own folder, until it has opened its shares: that is answered once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedshift.core.tree import Tensors, Tree
+from fedshift.deploy.memory import Memory
+from fedshift.deploy.packet import Kind, Packet
+from fedshift.errors import UserError
+from fedshift.privacy.compression import message_bytes
+from fedshift.privacy.noise import secret
+from fedshift.privacy.secure_sum import Keys, Member, total_of
+from fedshift.privacy.settings import Privacy
+from fedshift.privacy.upload import code_of, words_of
+from fedshift.runs.private import FEWEST
+
+SUM, KEYS, LETTERS, SHARES, WORDS = "sum", "keys", "letters", "shares", "words"
+
+
+def keys_like() -> Tree:
+    """What a party answers when it has trained."""
+    return {KEYS: {"masks": torch.zeros(32, dtype=torch.uint8), "letters": torch.zeros(32, dtype=torch.uint8)}}
+
+
+# ---- the party -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Summand:
+    """A party's half. ``session`` says which summation it is."""
+
+    privacy: Privacy
+    memory: Memory
+    session: bytes
+
+    def advertise(self, update: Tensor) -> Tree:
+        """Put the update aside with new secrets; their public keys travel."""
+        member = Member(0, 0, self.session)
+        secrets = {name: _tensor(getattr(member, name)) for name in ("mask_secret", "letter_secret", "own_mask")}
+        about = {"session": _tensor(self.session)}
+        self.memory.put_aside({"own": {"update": {"values": update.cpu()}, "secrets": secrets, "about": about}})
+        keys = member.advertise()
+        return {KEYS: {"masks": _tensor(keys.masks), "letters": _tensor(keys.letters)}}
+
+    def share(self, packet: Packet) -> Tree:
+        """Letters for everybody whose keys these are."""
+        aside = self._aside()
+        keys, number = _keys(packet.tree[KEYS]), int(packet.facts["number"])
+        member = self._member(aside, number, len(keys))
+        if keys.get(number) != member.advertise():
+            raise UserError("the server says that this party has another key than it has")
+        letters = member.share(keys)
+        about = {"number": torch.tensor(number)}
+        self.memory.put_aside({**aside, "shared": {KEYS: packet.tree[KEYS], "about": about}})
+        return {LETTERS: {str(other): _tensor(letter) for other, letter in letters.items()}}
+
+    def mask(self, packet: Packet) -> Tree:
+        """The update behind its masks, with this party's part of the noise."""
+        aside = self._aside("shared")
+        keys, member = self._again(aside)
+        letters = packet.tree[LETTERS]
+        update = aside["own"]["update"]["values"]
+        words = words_of(self.privacy, update, len(keys), secret, ())
+        masked = member.mask(keys, _letters(letters), words)
+        self.memory.put_aside({**aside, "masked": {LETTERS: letters}})
+        return {WORDS: {WORDS: torch.from_numpy(masked.view(np.int32))}}
+
+    def unmask(self, packet: Packet) -> Tree:
+        """The shares that take masks off; then everything is forgotten."""
+        aside = self._aside("masked")
+        keys, member = self._again(aside)
+        shares = member.unmask(keys, _letters(aside["masked"][LETTERS]), [int(k) for k in packet.facts["survivors"]])
+        self.memory.forget_aside()
+        return {SHARES: {str(other): _tensor(share) for other, share in shares.items()}}
+
+    def _aside(self, phase: str = "own") -> dict[str, Tree]:
+        aside = self.memory.aside()
+        if phase not in aside or _bytes(aside["own"]["about"]["session"]) != self.session:
+            raise UserError(
+                "this party has nothing to add to this secure summation; it is asked again in the next round"
+            )
+        return aside
+
+    def _again(self, aside: Mapping[str, Tree]) -> tuple[dict[int, Keys], Member]:
+        keys = _keys(aside["shared"][KEYS])
+        return keys, self._member(aside, int(aside["shared"]["about"]["number"]), len(keys))
+
+    def _member(self, aside: Mapping[str, Tree], number: int, parties: int) -> Member:
+        """Itself; how many must survive it works out for itself."""
+        if parties < FEWEST:
+            raise UserError(f"a sum of {parties} parties tells too much of each; it takes {FEWEST} or more")
+        own = {name: _bytes(leaf) for name, leaf in aside["own"]["secrets"].items()}
+        return Member(number, self.privacy.threshold(parties), self.session, **own)
+
+
+# ---- the server ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Sums:
+    """The server's half: asks the parties that have trained, phase by phase, and goes on with those that answer."""
+
+    privacy: Privacy
+    ask: Callable[[Mapping[str, Packet]], Mapping[str, Packet]]
+    session: bytes
+    size: int  # of an update
+
+    def total(self, trained: Mapping[str, Packet], facts: Callable[[str], dict[str, Any]]) -> tuple[Tree, list[str]]:
+        """The sum, as a tree with what its messages weighed, and whose it is; ``facts`` say to whom a packet goes."""
+        names, weight = list(trained), [0, 0]  # bytes up and down
+
+        def asked(
+            kind: Kind, slot: str, trees: Mapping[int, Tree], about: Callable[[int], dict[str, Any]]
+        ) -> dict[int, Tensors]:
+            """The slots that came back, by number; one that lacks it is as good as none."""
+            packets = {names[k]: Packet(kind, {**facts(names[k]), **about(k)}, tree) for k, tree in trees.items()}
+            answers = self.ask(packets)
+            weight[0] += sum(message_bytes(answer.tree) for answer in answers.values())
+            weight[1] += sum(message_bytes(packet.tree) for packet in packets.values())
+            return {k: own for k in trees if (a := answers.get(names[k])) and (own := a.tree.get(slot))}
+
+        numbers = [str(k) for k in range(len(names))]
+        advertised = {
+            f"{k}/{kind}": key for k, name in enumerate(names) for kind, key in trained[name].tree[KEYS].items()
+        }
+        everybody = {k: {KEYS: advertised} for k in range(len(names))}
+        letters = asked("share", LETTERS, everybody, lambda k: {"number": k})
+        letters = {k: own for k, own in letters.items() if list(own) == numbers}
+        dealt = {k: {LETTERS: {str(j): own[str(k)] for j, own in letters.items()}} for k in letters}
+        masked = asked("mask", WORDS, dealt, lambda _: {})
+        words = {
+            k: own[WORDS].numpy().view(np.uint32)
+            for k, own in masked.items()
+            if WORDS in own and own[WORDS].dtype == torch.int32 and own[WORDS].shape == (self.size,)
+        }
+        opened = asked("unmask", SHARES, {k: {} for k in words}, lambda _: {"survivors": list(words)})
+        shares = {k: _letters(own) for k, own in opened.items() if list(own) == [str(j) for j in letters]}
+        threshold = self.privacy.threshold(len(names))
+        if len(words) < threshold:
+            raise UserError(f"a secure summation needs {threshold} parties; {len(words)} are left")
+        total = total_of(_keys(advertised), list(letters), words, shares, threshold, self.session)
+        weight[0] += sum(message_bytes(packet.tree) for packet in trained.values())
+        found = {"total": code_of(self.privacy, len(names)).decode(total)}
+        return {SUM: {**found, "up": torch.tensor(weight[0]), "down": torch.tensor(weight[1])}}, [
+            names[k] for k in words
+        ]
+
+
+def session_of(federation: str, round_: int) -> bytes:
+    """Which summation it is."""
+    return f"{federation} {round_}".encode()
+
+
+def _keys(leaves: Tensors) -> dict[int, Keys]:
+    try:
+        numbers = sorted({int(name.partition("/")[0]) for name in leaves})
+        return {k: Keys(_bytes(leaves[f"{k}/masks"]), _bytes(leaves[f"{k}/letters"])) for k in numbers}
+    except (LookupError, ValueError):
+        raise UserError("the keys of a secure summation are not what they must be") from None
+
+
+def _letters(leaves: Tensors) -> dict[int, bytes]:
+    return {int(sender): _bytes(letter) for sender, letter in leaves.items()}
+
+
+def _tensor(raw: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+def _bytes(leaf: Tensor) -> bytes:
+    return leaf.to(torch.uint8).numpy().tobytes()

@@ -1,0 +1,188 @@
+"""What an actor of Ray's cluster is, and how things travel to it: as arrays, which a node's processes map together."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedshift.core.tree import Tree, to
+from fedshift.data.task import Task
+from fedshift.engines import shipping
+from fedshift.engines.base import Compute, Engine, Reply, Score
+from fedshift.engines.dealing import joined
+from fedshift.engines.pulse import heard
+from fedshift.engines.schedule import Plan
+from fedshift.engines.sequential import Sequential
+from fedshift.engines.torch_flags import steady
+from fedshift.engines.vmapped import Vmapped
+
+Arrays: TypeAlias = dict[str, dict[str, NDArray[Any]]]
+KEPT = 8  # methods, adapters and tasks that an actor remembers
+
+
+class Shipped(NamedTuple):
+    """Something in Ray's object store, under a key that is nobody else's."""
+
+    key: str
+    ref: Any
+
+    @staticmethod
+    def of(ref: Any) -> Shipped:
+        """With a new key."""
+        return Shipped(uuid.uuid4().hex, ref)
+
+
+class Boxed(NamedTuple):
+    """A task as it travels: images as arrays that can be mapped, all the rest as it is pickled."""
+
+    images: NDArray[Any]
+    shifted: Mapping[str, NDArray[Any]]  # by stream
+    rest: bytes
+
+
+def boxed(task: Task) -> Boxed:
+    """A task, ready to travel."""
+    shifted = {name: stream.images.cpu().numpy() for name, stream in task.streams.items() if stream.images is not None}
+    bare = {name: replace(stream, images=None) for name, stream in task.streams.items()}
+    rest = replace(task, images=torch.zeros(0), streams=bare)
+    return Boxed(task.images.cpu().numpy(), shifted, shipping.dumps(rest))
+
+
+def unboxed(box: Boxed) -> Task:
+    """The task again; its images are where the box is."""
+    rest: Task = shipping.loads(box.rest)
+    streams = {
+        name: replace(stream, images=_mapped(box.shifted[name])) if name in box.shifted else stream
+        for name, stream in rest.streams.items()
+    }
+    return replace(rest, images=_mapped(box.images), streams=streams)
+
+
+def _mapped(array: NDArray[Any]) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that nobody may write there: nobody does
+        return torch.from_numpy(array)
+
+
+def arrays_of(tree: Tree) -> Arrays:
+    """A tree as it travels.
+
+    >>> tree_of(arrays_of({"model": {"n": torch.tensor(3)}}))
+    {'model': {'n': tensor(3)}}
+    """
+    return {slot: {name: leaf.detach().cpu().numpy() for name, leaf in own.items()} for slot, own in tree.items()}
+
+
+def tree_of(arrays: Mapping[str, Mapping[str, NDArray[Any]]], device: torch.device | None = None) -> Tree:
+    """The tree again, with memory of its own."""
+    copied = {
+        slot: {name: torch.from_numpy(np.array(leaf)) for name, leaf in own.items()} for slot, own in arrays.items()
+    }
+    return copied if device is None or device.type == "cpu" else to(copied, device)
+
+
+@dataclass(frozen=True)
+class SentReply:
+    """A reply as it travels."""
+
+    up: Arrays
+    local: Arrays
+    loss: float
+    steps: int
+    finite: bool
+
+    @staticmethod
+    def of(reply: Reply) -> SentReply:
+        """Ready to travel."""
+        return SentReply(arrays_of(reply.up), arrays_of(reply.local), reply.loss, reply.steps, reply.finite)
+
+    def opened(self, device: torch.device) -> Reply:
+        """The reply again."""
+        return Reply(tree_of(self.up, device), tree_of(self.local, device), self.loss, self.steps, self.finite)
+
+
+def _follow_parent() -> None:
+    """End when the node's own process has ended: a worker whose cluster was killed would wait for ever."""
+    parent = os.getppid()
+
+    def follow() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+class Worker:
+    """An actor: one torch thread, and the engine that suits what it holds."""
+
+    def __init__(self, compute: Compute) -> None:
+        _follow_parent()
+        ExitStack().enter_context(steady(compute.tf32))  # for as long as the process lives
+        self._compute = compute
+        self._engine: Engine = Vmapped(compute) if compute.device.type == "cuda" else Sequential(compute)
+        self._known: dict[str, Any] = {}
+
+    def ready(self) -> bool:
+        """That it is there."""
+        return True
+
+    def train(
+        self,
+        how: str,
+        method: bytes,
+        where: str,
+        box: Boxed,
+        common: Arrays,
+        own: Mapping[str, Arrays],
+        kept: Mapping[str, Arrays],
+        plan: Plan,
+    ) -> tuple[dict[str, SentReply], int]:
+        """The work of some clients, and how many samples it was."""
+        downs, locals = self._whole(own, common), {name: self._tree(tree) for name, tree in kept.items()}
+        made = self._found(how, shipping.loads, method)
+        beats = list[int]()
+        with heard(beats.append):
+            replies = self._engine.train(made, downs, locals, self._found(where, unboxed, box), plan)
+        return {name: SentReply.of(reply) for name, reply in replies.items()}, sum(beats)
+
+    def evaluate(
+        self,
+        how: str,
+        adapter: bytes,
+        where: str,
+        box: Boxed,
+        common: Arrays,
+        own: Mapping[str, Arrays],
+        parts: Sequence[str],
+        seed: int,
+    ) -> tuple[dict[tuple[str, str], Score], int]:
+        """The scores of some clients, and how many samples were looked at."""
+        made = self._found(how, shipping.loads, adapter)
+        task, deployed, beats = self._found(where, unboxed, box), self._whole(own, common), list[int]()
+        with heard(beats.append):
+            scores = self._engine.evaluate(made, deployed, task, parts, seed)
+        return scores, sum(beats)
+
+    def _whole(self, own: Mapping[str, Arrays], common: Arrays) -> dict[str, Tree]:
+        shared = self._tree(common)  # once, so that engines see that it is one and the same
+        return {name: joined(self._tree(tree), shared) for name, tree in own.items()}
+
+    def _tree(self, arrays: Arrays) -> Tree:
+        return tree_of(arrays, self._compute.device)
+
+    def _found(self, key: str, make: Any, sent: Any) -> Any:
+        if key not in self._known:
+            self._known = {**dict(list(self._known.items())[1 - KEPT :]), key: make(sent)}
+        return self._known[key]

@@ -1,0 +1,41 @@
+"""Real numbers as 32-bit words whose sum over all parties never overflows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Words: TypeAlias = NDArray[np.uint32]
+"""Whole numbers modulo 2**32."""
+
+
+@dataclass(frozen=True)
+class FixedPoint:
+    """Numbers between ``-bound`` and ``bound``, of at most so many parties; what lies outside is put on the edge.
+
+    >>> code = FixedPoint(bound=1.0, parties=2)
+    >>> code.decode(code.encode(torch.tensor([0.5, -0.25])) + code.encode(torch.tensor([0.25, -0.25])))
+    tensor([ 0.7500, -0.5000], dtype=torch.float64)
+    """
+
+    bound: float
+    parties: int
+
+    @property
+    def step(self) -> float:
+        """The distance between two numbers that can be told apart."""
+        return self.bound / ((2**31 - 1) // self.parties)
+
+    def encode(self, vector: Tensor) -> Words:
+        """Words modulo 2**32."""
+        inside = vector.detach().cpu().double().clamp(-self.bound, self.bound)
+        return (inside / self.step).round().to(torch.int64).numpy().astype(np.uint32)
+
+    def decode(self, total: Words) -> Tensor:
+        """What a sum of words says."""
+        return torch.from_numpy(total.view(np.int32).astype(np.float64)) * self.step

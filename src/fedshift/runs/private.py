@@ -1,0 +1,140 @@
+"""Whether ``[privacy]`` can keep what it promises for a method in an experiment; a sentence if it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+
+from fedshift.core import rng
+from fedshift.core.context import Context
+from fedshift.core.method import Method
+from fedshift.core.options import parse_options
+from fedshift.core.registry import ADAPTERS, construct
+from fedshift.errors import UserError
+from fedshift.experiment.schema import Experiment, MethodSpec
+from fedshift.privacy.settings import Privacy
+
+FEWEST = 3  # of two parties each could take itself off the sum
+
+
+class Case(NamedTuple):
+    """All that a promise depends on."""
+
+    privacy: Privacy
+    method: Method
+    experiment: Experiment
+    spec: MethodSpec
+    clients: int
+
+    @property
+    def rounds(self) -> int:
+        """All that are asked for."""
+        return self.experiment.rounds + (self.method.extra_rounds if self.experiment.rounds else 0)
+
+
+def privacy_of(experiment: Experiment, spec: MethodSpec) -> Privacy | None:
+    """What a method's uploads go through: ``[privacy]`` with what the method's own table changes."""
+    shared, own = (parse_options(Privacy, "[privacy]", table) for table in (experiment.privacy, spec.privacy))
+    return construct(Privacy, "[privacy]", **{**shared, **own}) if shared or own else None
+
+
+def check_private(case: Case) -> None:
+    """Raise a sentence on the first thing that would travel unprotected, or cannot be counted."""
+    for test in (_of_every_kind, _of_sums, _of_noise, _of_secure):
+        for reason in test(case):
+            raise UserError(f"[privacy] {reason}")
+
+
+def _of_every_kind(case: Case) -> Iterator[str]:
+    if not case.method.linear:
+        yield (
+            f"is for methods whose server needs no more than a mean of what clients send, and that of {case.spec.title!r} "
+            "needs more"
+        )
+
+
+def _of_sums(case: Case) -> Iterator[str]:
+    privacy, experiment = case.privacy, case.experiment
+    if not privacy.sums:
+        return
+    what = "noise" if privacy.noise else "secure"
+    if case.method.train.weights != "uniform":
+        yield f'{what}: clients\' sizes would be told by their weights; set [train] weights = "uniform"'
+    if experiment.evaluate.every:
+        yield f"{what}: validation counts would travel as they are while it trains; set [evaluate] every = 0"
+    for adapter in case.spec.adapters:
+        if ADAPTERS[adapter.name].make.calibrated:
+            yield f"{what}: adapter {adapter.name!r} asks clients for sums over validation images, which stay at home here"
+
+
+def _of_noise(case: Case) -> Iterator[str]:
+    privacy, experiment, method = case.privacy, case.experiment, case.method
+    if not privacy.noise:
+        return
+    if experiment.participation < 1 and privacy.sampling != "poisson":
+        yield 'noise is counted for all clients, or for sampling = "poisson"; set one of them, or participation = 1'
+    if privacy.delta * case.clients >= 1:
+        yield f"delta = {privacy.delta:g} would allow telling all of one client in {case.clients}; set a smaller one"
+    if method.arch.has_batch_norm and not method.arch.norm <= method.private(_first(case)):
+        yield (
+            "noise: BatchNorm's statistics would travel, and noise can make a variance negative; use a network without "
+            "BatchNorm, or a method that keeps it at home (fedbn)"
+        )
+    if privacy.epsilon is not None:
+        rounds = affordable(privacy, experiment.participation, case.rounds, case.method)
+        if rounds < 1:
+            yield f"epsilon = {privacy.epsilon:g} is not enough for one round; raise it, or noise"
+        elif rounds < case.rounds and case.method.extra_rounds:
+            yield (
+                f"epsilon = {privacy.epsilon:g} is enough for {rounds} of {case.rounds} rounds, and {case.spec.title!r} "
+                "needs its last ones; raise it, or noise"
+            )
+
+
+def _of_secure(case: Case) -> Iterator[str]:
+    privacy, experiment = case.privacy, case.experiment
+    if not privacy.secure:
+        return
+    if find_spec("cryptography") is None:
+        yield 'secure needs cryptography: pip install "fedshift[privacy]"'
+    parties = max(1, int(experiment.participation * case.clients + 0.5))
+    threshold = privacy.threshold(parties)
+    if parties < FEWEST:
+        yield f"secure: a sum of {parties} clients tells too much of each; it takes {FEWEST} or more"
+    elif not parties / 2 < threshold <= parties:
+        yield f"secure: least must be more than half of the {parties} clients of a round and not more than all"
+
+
+def affordable(privacy: Privacy, participation: float, rounds: int, method: Method) -> int:
+    """How many of the rounds the budget is enough for, with what is given away after them."""
+    if privacy.epsilon is None:
+        return rounds
+    accountant = privacy.accounted(participation)
+    return accountant.affordable(privacy.epsilon, rounds, of_all=int(gives(method)))
+
+
+def told_by(privacy: Privacy, participation: float, rounds: int, method: Method) -> dict[str, float]:
+    """What so many rounds tell about a client, if they are all: with what is given away after them."""
+    return {"epsilon": privacy.accounted(participation).epsilon(rounds, of_all=int(gives(method)))}
+
+
+def lots(seed: int, round_: int, clients: int) -> list[float]:
+    """A number in [0, 1) for each client; who draws less than ``participation`` takes part.
+
+    >>> lots(0, 3, 2) == lots(0, 3, 5)[:2]
+    True
+    """
+    drawn: list[float] = rng.uniform(rng.seed_of(seed, round_, "poisson"), torch.arange(clients)).tolist()
+    return drawn
+
+
+def gives(method: Method) -> bool:
+    """Whether clients give something away after the last round, which is one more message of each."""
+    return type(method).settle is not Method.settle
+
+
+def _first(case: Case) -> Context:
+    return Context(0, case.experiment.rounds, case.clients)

@@ -1,0 +1,126 @@
+"""Ray's cluster: the sequential engine's numbers, also when a node is killed in the middle of a round."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from fedshift.engines.dealing import apart, common_of, joined, pieces_of
+from fedshift.engines.ray_worker import arrays_of, boxed, tree_of, unboxed
+from tests.conftest import ragged_task
+
+
+def test_what_travels_arrives_as_it_was() -> None:
+    tree = {
+        "model": {"w": torch.arange(6.0).reshape(2, 3).T, "n": torch.tensor(3)},
+        "empty": {},
+        "flag": {"x": torch.tensor(True)},
+    }
+    back = tree_of(arrays_of(tree))
+    assert back.keys() == tree.keys()
+    assert all(torch.equal(back[slot][name], leaf) for slot, own in tree.items() for name, leaf in own.items())
+    back["model"]["w"].zero_()  # memory of its own
+    assert tree["model"]["w"].sum() == 15
+    task = ragged_task()
+    again = unboxed(boxed(task))
+    assert torch.equal(again.images, task.images)
+    assert again.hash == task.hash
+    assert [client.name for client in again.clients] == [client.name for client in task.clients]
+
+
+def test_everybody_is_dealt_once_and_what_is_common_once_for_all() -> None:
+    pieces = pieces_of(list("abcdefg"), [9, 1, 1, 1, 1, 1, 1], 3)
+    assert sorted(name for piece in pieces for name in piece) == list("abcdefg")
+    assert pieces[0] == ["a"]
+    shared = torch.ones(3)
+    trees = [{"model": {"w": shared, "own": torch.tensor(k)}} for k in range(2)]
+    common = common_of(trees)
+    assert list(common["model"]) == ["w"]
+    assert all(joined(apart(tree, common), common)["model"].keys() == {"w", "own"} for tree in trees)
+
+
+PROGRAM = """
+    import os, threading, time, warnings
+    import torch
+    from ray.cluster_utils import Cluster
+
+    quick = {"health_check_period_ms": 200, "health_check_timeout_ms": 500, "health_check_failure_threshold": 2}
+    head = {"num_cpus": 1, "_system_config": quick, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    node = cluster.add_node(num_cpus=1)
+    os.environ["RAY_ADDRESS"] = cluster.address
+
+    from dataclasses import dataclass
+    from pathlib import Path
+    from fedshift.core.method import Method
+    from fedshift.engines.base import Compute
+    from fedshift.engines.ray import Ray
+    from fedshift.engines.sequential import Sequential
+    from fedshift.experiment.schema import MethodSpec
+    from fedshift.runs.session import Session
+    from fedshift.runs.setup import Setup
+    from tests.conftest import ragged_task, tiny_arch, tiny_train
+
+    marks, here = Path(MARKS), os.getpid()
+
+    @dataclass(frozen=True)
+    class Slow(Method):  # a class of a script; it says which process works, and takes its time
+        def begin(self, down, local):
+            if os.getpid() != here:
+                (marks / str(os.getpid())).touch()
+                time.sleep(0.4)
+            return super().begin(down, local)
+
+    compute, task = Compute(dtype=torch.float64), ragged_task((9, 7, 1, 8, 12, 5, 6, 3))
+
+    def ended(engine):
+        method = Slow(arch=tiny_arch("mlp"), train=tiny_train())
+        session = Session(Setup(MethodSpec(name="x"), {"net": method}, method.train), task, engine, compute, 3, 3)
+        state = session.start()
+        for number in range(3):
+            if number == 1 and isinstance(engine, Ray):  # one node goes in the middle of the second round
+                threading.Timer(0.7, cluster.remove_node, [node], {"allow_graceful": False}).start()
+            state, _ = session.step(state)
+        return state.server["model"]
+
+    engine = Ray(compute)
+    assert engine.workers == 2, engine.workers
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        far = ended(engine)
+    assert any("was lost" in str(one.message) for one in said), "nobody was lost"
+    assert len(list(marks.iterdir())) >= 2  # both nodes worked
+    assert engine.workers == 1
+    engine.close()
+    near = ended(Sequential(compute))
+    assert far.keys() == near.keys()
+    assert all(torch.equal(far[name], leaf) for name, leaf in near.items())
+    (marks / "equal").touch()  # Ray has words of its own for the screen
+    import ray
+    ray.shutdown()
+    cluster.shutdown()
+"""
+
+
+@pytest.mark.system
+def test_a_node_killed_in_mid_round_changes_nothing(tmp_path) -> None:
+    program = tmp_path / "program.py"
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    program.write_text(textwrap.dedent(PROGRAM).replace("MARKS", repr(str(marks))))
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    path = ":".join([str(p) for p in sys.path if p])
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        env={**environment, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (marks / "equal").exists()

@@ -1,0 +1,1 @@
+"""What uploads go through."""

@@ -1,0 +1,69 @@
+"""The papers' tables within a budget of time: what is finished counts, what is not is listed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from benchmarks import reproduce
+from docs.builder import results
+
+from fedshift.runs.run import run
+from tests.runs.test_run import tiny
+
+TABLES = {table.name: table for page in results.PAGES for table in page.tables}
+
+
+def test_a_tables_own_rows_come_first_and_its_summary_lists_them_as_the_paper_does() -> None:
+    table = TABLES["brfl-0.1"]
+    experiment = reproduce.experiment_of(table, [0, 1, 2], ["rounds=3"])
+    assert [method.title for method in experiment.method][:2] == ["two heads", "FedAvg + FT"]
+    assert (experiment.seeds, experiment.rounds, experiment.partition.options()["alpha"]) == ([0, 1, 2], 3, 0.1)
+    assert (experiment.sweep, experiment.baselines, experiment.evaluate.artefacts) == ({}, False, False)
+    assert len(list(experiment.variants())) == 1
+
+
+def test_what_is_finished_counts_and_the_rest_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = tiny(method=[{"name": "fedavg", "label": "A"}, {"name": "fedprox", "label": "B"}], seeds=[3])
+    run(whole.changed({"method": [{"name": "fedavg", "label": "A"}]}), tmp_path / "runs", engine="sequential")
+    table = results.Table("brfl-0.1", "brfl", "a table", 1, ("partition.alpha=0.1",))
+    summary = results.summary_of(
+        table, reproduce.finished(tmp_path / "runs"), whole, seconds=12.3, ended="the time was over"
+    )
+    assert summary["not-run"] == ["B"]
+    assert list(summary["rows"]) == ["A"]
+    assert (summary["seeds"], summary["seconds"], summary["ended"]) == ([3], 12, "the time was over")
+    assert summary["command"] == "fedshift run brfl -c partition.alpha=0.1 -c 'seeds=[3]'"
+    assert json.loads(results.as_json(summary)) == summary
+    assert "| A | " in results.as_markdown(summary)
+    nothing = results.summary_of(table, [], whole, seconds=1.0)
+    assert (nothing["rows"], nothing["not-run"]) == ({}, ["A", "B"])
+    # taken into the repository: only tables that it knows, and only if they have rows
+    source, kept = tmp_path / "out", tmp_path / "kept"
+    source.mkdir()
+    kept.mkdir()
+    monkeypatch.setattr(results, "KEPT", kept)
+    (source / "brfl-0.1.json").write_text(results.as_json(summary))
+    (source / "brfl-1.0.json").write_text(results.as_json(nothing))
+    (source / "other.json").write_text(results.as_json(summary))
+    assert results.take(source) == ["brfl-0.1"]
+    assert [path.name for path in kept.iterdir()] == ["brfl-0.1.json"]
+
+
+@pytest.mark.system
+def test_a_table_ends_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reproduce, "PATIENCE", 1)
+    looked: list[str] = []
+    started = time.perf_counter()
+    stubborn = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
+    ended = reproduce.within(
+        1.0, [sys.executable, "-c", stubborn], tmp_path / "log", lambda ended: looked.append(ended.how)
+    )
+    assert time.perf_counter() - started < 20
+    assert (ended.how, looked) == ("the time was over", ["still running"])
+    failed = reproduce.within(30.0, [sys.executable, "-c", "raise SystemExit('no data')"], tmp_path / "log", print)
+    assert failed.how == "failed: no data"
+    assert reproduce.within(30.0, [sys.executable, "-c", ""], tmp_path / "log", print).how == ""
