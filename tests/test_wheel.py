@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -17,20 +18,20 @@ TINY = ["rounds=1", "baselines=false", "data.size=8", "model.name=mlp", "model.h
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel's content, as an installer would lay it out."""
+    """The wheel's content, as an installer would lay it out.
+
+    Built from a copy: setuptools writes into the tree it builds, and two workers of pytest building in one tree trip
+    over each other. With this environment's setuptools, so that no network is needed.
+    """
     folder = tmp_path_factory.mktemp("wheel")
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--disable-pip-version-check",
-        "-w",
-        str(folder),
-    ]
-    subprocess.run([*build, str(ROOT)], check=True, capture_output=True)
+    source = folder / "source"
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    options = ["--no-deps", "--no-build-isolation", "-w", str(folder)]
+    built = subprocess.run([*pip, "wheel", *options, str(source)], capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
     (wheel,) = folder.glob("fedshift-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site")
