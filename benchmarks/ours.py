@@ -1,6 +1,7 @@
 """Our adapters on the papers' protocols: the rows of ``docs/results/ours.md``.
 
     python benchmarks/ours.py unseen-digits alike weak                                no download, minutes on a CPU
+    python benchmarks/ours.py unseen-mnist --seconds 3600                             likewise, with $FEDSHIFT_DATA
     python benchmarks/ours.py brfl-0.1 brfl-1.0 unseen-cifar unseen-fashion digits    on a GPU, seeds stacked
     python benchmarks/ours.py digits --seeds 10 --tune                                validation in place of test images
 
@@ -59,10 +60,14 @@ FINDERS = [
 ]
 
 
+COMPOSITION = {"name": "fedthe", "label": "two heads", "adapters": ["none", {"name": "ours", "label": "ours"}]}
+
+
 def unseen(preset: str, flip: bool, methods: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
-    """A protocol of unseen clients; digits and clothes are not mirrored."""
+    """A protocol of unseen clients, the composition last; digits and clothes are not mirrored."""
     finders = [{**one, "flip": flip} if "views" in one else one for one in FINDERS]
-    return {"preset": preset, "method": [{**method, "adapters": finders} for method in methods], **changes}
+    every = [*({**method, "adapters": finders} for method in methods), COMPOSITION]
+    return {"preset": preset, "method": every, **changes}
 
 
 OURS = {
@@ -94,6 +99,10 @@ PARTS: dict[str, dict[str, Any]] = {
         },
     },
     "unseen-fashion": unseen("new-clients-fashion", False, [{"name": "fedavg", "label": "FedAvg"}]),
+    "unseen-mnist": unseen(
+        "new-clients-mnist", False, [{"name": "fedavg", "label": "FedAvg"}],
+        **{"data.source": "parquet:$FEDSHIFT_DATA/writers.parquet"},
+    ),
     "digits": {
         "preset": "digits-covariate",
         "method": [{**OURS, "adapters": [*OURS["adapters"], OURS_VIEWED]}, {"name": "fedavg", "label": "FedAvg"}],

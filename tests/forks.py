@@ -27,10 +27,11 @@ LONGEST = 300  # seconds until a command is taken for dead, and is
 
 
 def become(words: Sequence[str], place: Path, before: Callable[[], object] = lambda: None) -> NoReturn:
-    """Be ``fedshift`` with these words, here and now, and end; what is printed goes to files."""
+    """Be ``fedshift`` with these words, here and now, and end as interpreters do; what is printed goes to files."""
     from fedshift.cli import main
 
     code = 1
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs tests in the background ignores it
     try:
         for stream, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(place / name, os.O_WRONLY | os.O_CREAT), stream)
@@ -43,11 +44,8 @@ def become(words: Sequence[str], place: Path, before: Callable[[], object] = lam
         code = ended.code if isinstance(ended.code, int) else 1
     except BaseException:
         traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+    # not os._exit: what libraries clean up when an interpreter ends (semaphores of worker pools) must be seen to be clean
+    sys.exit(code)
 
 
 class Forked:

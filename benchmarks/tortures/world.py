@@ -96,7 +96,10 @@ def fork(words: list[str], before: Callable[[], object] = lambda: None) -> tuple
     sys.stdout.flush()
     number = os.fork()
     if number == 0:
-        become(words, place, before)
+        try:
+            become(words, place, before)
+        except SystemExit as ended:  # at once: the folders that this copy of the torture has open are not its to clear
+            os._exit(ended.code if isinstance(ended.code, int) else 1)
     return number, place
 
 

@@ -141,7 +141,7 @@ def test_what_is_gone_is_made_again(name: str, runs: Path, pristine: Path) -> No
 
 
 # ---- what cannot ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("name", "way"), zip(LOST, WAYS, strict=True))
+@pytest.mark.parametrize(("name", "way"), list(zip(LOST, WAYS, strict=True)))
 def test_what_cannot_be_made_again_is_never_replaced(name: str, way: str, runs: Path, pristine: Path) -> None:
     folder = folder_of(runs)
     WAYS[way](folder / name)
