@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from fedshift.core.adapter import Adapter
@@ -48,7 +48,8 @@ class Ray:
             self._start(workers)
         self._most = workers
         self._idle: list[Any] = []  # an actor for each of its seats that is free
-        self._starting: dict[Any, Any] = {}  # actors that have not answered yet, by what they will answer
+        # actors that have not answered yet and how many of their seats are free then, by what they will answer
+        self._starting: dict[Any, tuple[Any, int]] = {}
         self._shipped: dict[int, tuple[object, Shipped]] = {}
 
     @property
@@ -103,7 +104,7 @@ class Ray:
     def close(self) -> None:
         """Let the workers go, and the cluster if it was started here."""
         if self._ray.is_initialized():
-            for actor in (*self._idle, *self._starting.values()):
+            for actor in {*self._idle, *self._expected()}:
                 self._ray.kill(actor)
             if self._scratch is not None:
                 self._ray.shutdown()
@@ -128,13 +129,16 @@ class Ray:
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise UserError(f"Ray's cluster cannot be reached or started: {str(error).splitlines()[0]}") from None
 
-    def _fill(self, busy: int) -> None:
+    def _fill(self, busy: Iterable[Any] = ()) -> None:
         """Ask for as many workers as there is room for."""
         cuda = self.compute.device.type == "cuda"
         remote = self._ray.remote(num_cpus=0 if cuda else 1, num_gpus=1 if cuda else 0, max_restarts=0)(Worker)
-        for _ in range(self.workers - busy - len(set(self._idle)) - len(self._starting)):
+        for _ in range(self.workers - len({*busy, *self._idle, *self._expected()})):
             actor = remote.options(runtime_env={"env_vars": {"PYTHONSAFEPATH": "1"}}).remote(self.compute)
-            self._starting[actor.ready.remote()] = actor
+            self._starting[actor.ready.remote()] = (actor, SEATS)
+
+    def _expected(self) -> list[Any]:
+        return [actor for actor, _ in self._starting.values()]
 
     def _dealt(self, names: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
         """A GPU takes as many clients at once as it gets; cores take turns."""
@@ -147,7 +151,7 @@ class Ray:
         waiting, running, done = deque(range(len(pieces))), dict[Any, tuple[Any, int]](), dict[int, Any]()
         taken: Counter[int] = Counter()
         try:
-            self._fill(0)
+            self._fill()
             while len(done) < len(pieces):
                 while waiting and self._idle:
                     loads = Counter(actor for actor, _ in running.values())
@@ -170,12 +174,13 @@ class Ray:
                         taken[number] += 1
                         self._lose(actor, pieces[number], taken[number])
                         waiting.appendleft(number)
-                        self._fill(len({other for other, _ in running.values()}))
+                        self._fill(other for other, _ in running.values())
         finally:
             busy = {actor for actor, _ in running.values()}
             for actor in busy:  # somebody stops the program, or something is wrong: nobody waits
                 self._ray.kill(actor)
             self._idle = [actor for actor in self._idle if actor not in busy]
+            self._starting = {ref: (actor, free) for ref, (actor, free) in self._starting.items() if actor not in busy}
         return [done[number] for number in range(len(pieces))]
 
     def _next(self, refs: list[Any], busy: bool) -> list[Any]:
@@ -187,10 +192,10 @@ class Ray:
         return list(ready)
 
     def _greet(self, ref: Any) -> None:
-        actor = self._starting.pop(ref)
+        actor, free = self._starting.pop(ref)
         try:
             self._ray.get(ref)
-            self._idle += [actor] * SEATS
+            self._idle += [actor] * free
         except self._ray.exceptions.RayTaskError as error:
             raise UserError(f"a worker of Ray's cluster cannot start: {str(error.cause).splitlines()[0]}") from None
         except self._ray.exceptions.RayError:  # its node went before it came
@@ -198,7 +203,9 @@ class Ray:
 
     def _lose(self, actor: Any, piece: Sequence[str], times: int) -> None:
         self._ray.kill(actor)  # it may only be out of reach, and its answer must not come twice
-        self._idle = [other for other in self._idle if other != actor]
+        seats = Counter(other for other in self._idle if other != actor)
+        self._idle = []  # a node takes all of its workers with it: the others say first that they are still there
+        self._starting |= {other.ready.remote(): (other, free) for other, free in seats.items()}
         if times >= LIVES:
             raise UserError(
                 f"{times} workers were lost with the work of {', '.join(piece[:3])}; most likely it needs more memory"
