@@ -25,6 +25,10 @@ class RayTaskError(RayError):
     pass
 
 
+class ActorDiedError(RayError):
+    actor_init_failed = True
+
+
 class Ref:
     """What will come of a call; it is made when it is asked for, so that an actor can be lost before."""
 
@@ -34,7 +38,7 @@ class Ref:
 
 class Actor:
     def __init__(self, number: int) -> None:
-        self.number, self.lost = number, False
+        self.number, self.lost, self.why = number, False, RayError()
         self.ready = SimpleNamespace(remote=lambda: Ref(self, lambda: True, True))
         self.work = SimpleNamespace(remote=lambda piece: Ref(self, lambda: ((self.number, *piece), 0), False))
 
@@ -67,7 +71,7 @@ class Fake:
 
     def get(self, ref: Ref) -> Any:
         if ref.actor.lost:
-            raise RayError
+            raise ref.actor.why
         return ref.made()
 
     def kill(self, actor: Actor) -> None:
@@ -133,3 +137,13 @@ def test_everybody_has_work(started: Any) -> None:
     names = [f"client {k}" for k in range(12)]
     shares = Counter(number for number, _ in done(engine, *names))
     assert len(shares) == len(fake.made) == 3
+
+
+def test_a_worker_that_cannot_be_made_says_why(started: Any) -> None:
+    """A node may lack fedshift, or its GPU a driver; Ray tells that when the actor is first asked for something."""
+    engine, fake = started(1)
+    engine._fill()
+    told = "The actor died because of an error raised in its creation task, ray::Worker.__init__()\n  File ...\n"
+    fake.made[0].lost, fake.made[0].why = True, ActorDiedError(f"{told}ModuleNotFoundError: No module named 'fedshift'\n")
+    with pytest.raises(UserError, match="cannot start: ModuleNotFoundError: No module named 'fedshift'$"):
+        done(engine, "a")

@@ -196,10 +196,10 @@ class Ray:
         try:
             self._ray.get(ref)
             self._idle += [actor] * free
-        except self._ray.exceptions.RayTaskError as error:
-            raise UserError(f"a worker of Ray's cluster cannot start: {str(error.cause).splitlines()[0]}") from None
-        except self._ray.exceptions.RayError:  # its node went before it came
-            return
+        except self._ray.exceptions.RayError as error:  # its node went before it came, unless it cannot be made at all
+            if getattr(error, "actor_init_failed", False):
+                reason = str(error).strip().splitlines()[-1]
+                raise UserError(f"a worker of Ray's cluster cannot start: {reason}") from None
 
     def _lose(self, actor: Any, piece: Sequence[str], times: int) -> None:
         self._ray.kill(actor)  # it may only be out of reach, and its answer must not come twice
