@@ -147,3 +147,9 @@ def test_a_worker_that_cannot_be_made_says_why(started: Any) -> None:
     fake.made[0].lost, fake.made[0].why = True, ActorDiedError(f"{told}ModuleNotFoundError: No module named 'fedshift'\n")
     with pytest.raises(UserError, match="cannot start: ModuleNotFoundError: No module named 'fedshift'$"):
         done(engine, "a")
+
+
+def test_every_gpu_has_its_piece_whoever_comes_first(started: Any) -> None:
+    """There are as many pieces as GPUs: the first worker to come would take two, and the second would have nothing."""
+    engine, _ = started(2, "cuda")
+    assert {number for number, _ in done(engine, "a", "b")} == {0, 1}

@@ -133,9 +133,10 @@ class Ray:
         """Ask for as many workers as there is room for."""
         cuda = self.compute.device.type == "cuda"
         remote = self._ray.remote(num_cpus=0 if cuda else 1, num_gpus=1 if cuda else 0, max_restarts=0)(Worker)
+        seats = 1 if cuda else SEATS  # a GPU's piece is as large as all others': the first to come must not take two
         for _ in range(self.workers - len({*busy, *self._idle, *self._expected()})):
             actor = remote.options(runtime_env={"env_vars": {"PYTHONSAFEPATH": "1"}}).remote(self.compute)
-            self._starting[actor.ready.remote()] = (actor, SEATS)
+            self._starting[actor.ready.remote()] = (actor, seats)
 
     def _expected(self) -> list[Any]:
         return [actor for actor, _ in self._starting.values()]
