@@ -129,7 +129,8 @@ class Worker:
 
     def __init__(self, compute: Compute) -> None:
         _follow_parent()
-        ExitStack().enter_context(steady(compute.tf32))  # for as long as the process lives
+        self._settings = ExitStack()  # held: with it they would end
+        self._settings.enter_context(steady(compute.tf32))
         self._compute = compute
         self._engine: Engine = Vmapped(compute) if compute.device.type == "cuda" else Sequential(compute)
         self._known: dict[str, Any] = {}
