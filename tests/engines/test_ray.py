@@ -13,7 +13,7 @@ import torch
 from fedshift.engines import ray_worker
 from fedshift.engines.base import Compute
 from fedshift.engines.dealing import apart, common_of, joined, pieces_of
-from fedshift.engines.ray_worker import Worker, arrays_of, boxed, tree_of, unboxed
+from fedshift.engines.ray_worker import KEPT, TASKS, Known, Worker, arrays_of, boxed, tree_of, unboxed
 from tests.conftest import ragged_task
 
 
@@ -65,6 +65,25 @@ def test_torch_is_steady_as_long_as_a_worker_lives(tf32: bool, monkeypatch: pyte
     finally:
         torch.set_num_threads(before[0])
     assert flags() == before
+
+
+def test_what_is_in_use_stays_known_and_what_is_not_goes() -> None:
+    """Every validation ships adapters of its own; with the task a GPU would lose its images and captured graphs."""
+    known, made = Known(), list[object]()
+
+    def make() -> object:
+        made.append(object())
+        return made[-1]
+
+    method, task = known.thing("method", make), known.task("task", make)
+    for number in range(3 * KEPT):
+        known.thing(f"adapter {number}", make)
+        assert known.thing("method", make) is method
+        assert known.task("task", make) is task
+    assert len(made) == 2 + 3 * KEPT
+    for number in range(TASKS):  # those of other seeds
+        known.task(number, make)
+    assert known.task("task", make) is not task
 
 
 PROGRAM = """

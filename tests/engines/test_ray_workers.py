@@ -64,7 +64,7 @@ class Fake:
 
         return lambda _: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=make))
 
-    def wait(self, refs: list[Ref], timeout: float) -> tuple[list[Ref], list[Ref]]:  # noqa: ARG002
+    def wait(self, refs: list[Ref], timeout: float) -> tuple[list[Ref], list[Ref]]:
         """Who is asked only whether he is there answers before anybody has done his work."""
         first, *rest = sorted(refs, key=lambda ref: not (ref.quick or ref.actor.lost))
         return [first], rest
@@ -144,8 +144,9 @@ def test_a_worker_that_cannot_be_made_says_why(started: Any) -> None:
     engine, fake = started(1)
     engine._fill()
     told = "The actor died because of an error raised in its creation task, ray::Worker.__init__()\n  File ...\n"
-    fake.made[0].lost, fake.made[0].why = True, ActorDiedError(f"{told}ModuleNotFoundError: No module named 'fedshift'\n")
-    with pytest.raises(UserError, match="cannot start: ModuleNotFoundError: No module named 'fedshift'$"):
+    why = ActorDiedError(f"{told}ModuleNotFoundError: No module named 'fedshift'\n")
+    fake.made[0].lost, fake.made[0].why = True, why
+    with pytest.raises(UserError, match=r"cannot start: ModuleNotFoundError: No module named 'fedshift'$"):
         done(engine, "a")
 
 

@@ -23,7 +23,7 @@ from fedshift.engines.base import Compute, Reply, Score
 from fedshift.engines.cores import usable_cores
 from fedshift.engines.dealing import PIECES_PER_WORKER, apart, common_of, pieces_of
 from fedshift.engines.pulse import beat
-from fedshift.engines.ray_worker import Shipped, Worker, arrays_of, boxed
+from fedshift.engines.ray_worker import Known, Shipped, Worker, arrays_of, boxed
 from fedshift.engines.schedule import Plan
 from fedshift.engines.scratch import Scratch
 from fedshift.errors import UserError
@@ -50,7 +50,7 @@ class Ray:
         self._idle: list[Any] = []  # an actor for each of its seats that is free
         # actors that have not answered yet and how many of their seats are free then, by what they will answer
         self._starting: dict[Any, tuple[Any, int]] = {}
-        self._shipped: dict[int, tuple[object, Shipped]] = {}
+        self._known = Known()
 
     @property
     def workers(self) -> int:
@@ -108,7 +108,7 @@ class Ray:
                 self._ray.kill(actor)
             if self._scratch is not None:
                 self._ray.shutdown()
-        self._idle, self._starting, self._shipped = [], {}, {}
+        self._idle, self._starting, self._known = [], {}, Known()
         if self._scratch is not None:
             self._scratch.close()
 
@@ -215,16 +215,17 @@ class Ray:
 
     # ---- what travels ----------------------------------------------------------------------------------------------------
     def _ship(self, thing: Method | Adapter) -> Shipped:
-        if id(thing) not in self._shipped:
+        def sent() -> tuple[object, Shipped]:  # with the thing itself: as long as it is there its id is nobody else's
             try:
-                self._shipped[id(thing)] = (thing, Shipped.of(self._ray.put(shipping.dumps(thing))))
+                return thing, Shipped.of(self._ray.put(shipping.dumps(thing)))
             except shipping.CANNOT_TRAVEL as error:
                 raise UserError(
                     f"{type(thing).__name__} cannot be sent to other processes ({error}); use --engine sequential"
                 ) from None
-        return self._shipped[id(thing)][1]
+
+        found: Shipped = self._known.thing(id(thing), sent)[1]
+        return found
 
     def _ship_task(self, task: Task) -> Shipped:
-        if id(task) not in self._shipped:
-            self._shipped[id(task)] = (task, Shipped.of(self._ray.put(boxed(task))))
-        return self._shipped[id(task)][1]
+        found: Shipped = self._known.task(id(task), lambda: (task, Shipped.of(self._ray.put(boxed(task)))))[1]
+        return found
