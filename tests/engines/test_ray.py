@@ -10,8 +10,10 @@ import textwrap
 import pytest
 import torch
 
+from fedshift.engines import ray_worker
+from fedshift.engines.base import Compute
 from fedshift.engines.dealing import apart, common_of, joined, pieces_of
-from fedshift.engines.ray_worker import arrays_of, boxed, tree_of, unboxed
+from fedshift.engines.ray_worker import KEPT, TASKS, Known, Worker, arrays_of, boxed, tree_of, unboxed
 from tests.conftest import ragged_task
 
 
@@ -42,6 +44,46 @@ def test_everybody_is_dealt_once_and_what_is_common_once_for_all() -> None:
     common = common_of(trees)
     assert list(common["model"]) == ["w"]
     assert all(joined(apart(tree, common), common)["model"].keys() == {"w", "own"} for tree in trees)
+
+
+def flags() -> tuple[int, bool, bool, bool]:
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    return torch.get_num_threads(), cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_torch_is_steady_as_long_as_a_worker_lives(tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a GPU's convolutions round to TF32 where nobody asked for it, and have other bits each time."""
+    monkeypatch.setattr(ray_worker, "_follow_parent", lambda: None)
+    before = flags()
+    torch.set_num_threads(2)
+    try:
+        worker = Worker(Compute(tf32=tf32))
+        assert flags() == (1, True, tf32, tf32)
+        assert worker.ready()
+        del worker
+    finally:
+        torch.set_num_threads(before[0])
+    assert flags() == before
+
+
+def test_what_is_in_use_stays_known_and_what_is_not_goes() -> None:
+    """Every validation ships adapters of its own; with the task a GPU would lose its images and captured graphs."""
+    known, made = Known(), list[object]()
+
+    def make() -> object:
+        made.append(object())
+        return made[-1]
+
+    method, task = known.thing("method", make), known.task("task", make)
+    for number in range(3 * KEPT):
+        known.thing(f"adapter {number}", make)
+        assert known.thing("method", make) is method
+        assert known.task("task", make) is task
+    assert len(made) == 2 + 3 * KEPT
+    for number in range(TASKS):  # those of other seeds
+        known.task(number, make)
+    assert known.task("task", make) is not task
 
 
 PROGRAM = """

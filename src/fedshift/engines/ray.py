@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from fedshift.core.adapter import Adapter
@@ -23,7 +23,7 @@ from fedshift.engines.base import Compute, Reply, Score
 from fedshift.engines.cores import usable_cores
 from fedshift.engines.dealing import PIECES_PER_WORKER, apart, common_of, pieces_of
 from fedshift.engines.pulse import beat
-from fedshift.engines.ray_worker import Shipped, Worker, arrays_of, boxed
+from fedshift.engines.ray_worker import Known, Shipped, Worker, arrays_of, boxed
 from fedshift.engines.schedule import Plan
 from fedshift.engines.scratch import Scratch
 from fedshift.errors import UserError
@@ -48,8 +48,9 @@ class Ray:
             self._start(workers)
         self._most = workers
         self._idle: list[Any] = []  # an actor for each of its seats that is free
-        self._starting: dict[Any, Any] = {}  # actors that have not answered yet, by what they will answer
-        self._shipped: dict[int, tuple[object, Shipped]] = {}
+        # actors that have not answered yet and how many of their seats are free then, by what they will answer
+        self._starting: dict[Any, tuple[Any, int]] = {}
+        self._known = Known()
 
     @property
     def workers(self) -> int:
@@ -103,11 +104,11 @@ class Ray:
     def close(self) -> None:
         """Let the workers go, and the cluster if it was started here."""
         if self._ray.is_initialized():
-            for actor in (*self._idle, *self._starting.values()):
+            for actor in {*self._idle, *self._expected()}:
                 self._ray.kill(actor)
             if self._scratch is not None:
                 self._ray.shutdown()
-        self._idle, self._starting, self._shipped = [], {}, {}
+        self._idle, self._starting, self._known = [], {}, Known()
         if self._scratch is not None:
             self._scratch.close()
 
@@ -128,13 +129,17 @@ class Ray:
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise UserError(f"Ray's cluster cannot be reached or started: {str(error).splitlines()[0]}") from None
 
-    def _fill(self, busy: int) -> None:
+    def _fill(self, busy: Iterable[Any] = ()) -> None:
         """Ask for as many workers as there is room for."""
         cuda = self.compute.device.type == "cuda"
         remote = self._ray.remote(num_cpus=0 if cuda else 1, num_gpus=1 if cuda else 0, max_restarts=0)(Worker)
-        for _ in range(self.workers - busy - len(set(self._idle)) - len(self._starting)):
+        seats = 1 if cuda else SEATS  # a GPU's piece is as large as all others': the first to come must not take two
+        for _ in range(self.workers - len({*busy, *self._idle, *self._expected()})):
             actor = remote.options(runtime_env={"env_vars": {"PYTHONSAFEPATH": "1"}}).remote(self.compute)
-            self._starting[actor.ready.remote()] = actor
+            self._starting[actor.ready.remote()] = (actor, seats)
+
+    def _expected(self) -> list[Any]:
+        return [actor for actor, _ in self._starting.values()]
 
     def _dealt(self, names: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
         """A GPU takes as many clients at once as it gets; cores take turns."""
@@ -147,7 +152,7 @@ class Ray:
         waiting, running, done = deque(range(len(pieces))), dict[Any, tuple[Any, int]](), dict[int, Any]()
         taken: Counter[int] = Counter()
         try:
-            self._fill(0)
+            self._fill()
             while len(done) < len(pieces):
                 while waiting and self._idle:
                     loads = Counter(actor for actor, _ in running.values())
@@ -170,12 +175,13 @@ class Ray:
                         taken[number] += 1
                         self._lose(actor, pieces[number], taken[number])
                         waiting.appendleft(number)
-                        self._fill(len({other for other, _ in running.values()}))
+                        self._fill(other for other, _ in running.values())
         finally:
             busy = {actor for actor, _ in running.values()}
             for actor in busy:  # somebody stops the program, or something is wrong: nobody waits
                 self._ray.kill(actor)
             self._idle = [actor for actor in self._idle if actor not in busy]
+            self._starting = {ref: (actor, free) for ref, (actor, free) in self._starting.items() if actor not in busy}
         return [done[number] for number in range(len(pieces))]
 
     def _next(self, refs: list[Any], busy: bool) -> list[Any]:
@@ -187,18 +193,20 @@ class Ray:
         return list(ready)
 
     def _greet(self, ref: Any) -> None:
-        actor = self._starting.pop(ref)
+        actor, free = self._starting.pop(ref)
         try:
             self._ray.get(ref)
-            self._idle += [actor] * SEATS
-        except self._ray.exceptions.RayTaskError as error:
-            raise UserError(f"a worker of Ray's cluster cannot start: {str(error.cause).splitlines()[0]}") from None
-        except self._ray.exceptions.RayError:  # its node went before it came
-            return
+            self._idle += [actor] * free
+        except self._ray.exceptions.RayError as error:  # its node went before it came, unless it cannot be made at all
+            if getattr(error, "actor_init_failed", False):
+                reason = str(error).strip().splitlines()[-1]
+                raise UserError(f"a worker of Ray's cluster cannot start: {reason}") from None
 
     def _lose(self, actor: Any, piece: Sequence[str], times: int) -> None:
         self._ray.kill(actor)  # it may only be out of reach, and its answer must not come twice
-        self._idle = [other for other in self._idle if other != actor]
+        seats = Counter(other for other in self._idle if other != actor)
+        self._idle = []  # a node takes all of its workers with it: the others say first that they are still there
+        self._starting |= {other.ready.remote(): (other, free) for other, free in seats.items()}
         if times >= LIVES:
             raise UserError(
                 f"{times} workers were lost with the work of {', '.join(piece[:3])}; most likely it needs more memory"
@@ -207,16 +215,17 @@ class Ray:
 
     # ---- what travels ----------------------------------------------------------------------------------------------------
     def _ship(self, thing: Method | Adapter) -> Shipped:
-        if id(thing) not in self._shipped:
+        def sent() -> tuple[object, Shipped]:  # with the thing itself: as long as it is there its id is nobody else's
             try:
-                self._shipped[id(thing)] = (thing, Shipped.of(self._ray.put(shipping.dumps(thing))))
+                return thing, Shipped.of(self._ray.put(shipping.dumps(thing)))
             except shipping.CANNOT_TRAVEL as error:
                 raise UserError(
                     f"{type(thing).__name__} cannot be sent to other processes ({error}); use --engine sequential"
                 ) from None
-        return self._shipped[id(thing)][1]
+
+        found: Shipped = self._known.thing(id(thing), sent)[1]
+        return found
 
     def _ship_task(self, task: Task) -> Shipped:
-        if id(task) not in self._shipped:
-            self._shipped[id(task)] = (task, Shipped.of(self._ray.put(boxed(task))))
-        return self._shipped[id(task)][1]
+        found: Shipped = self._known.task(id(task), lambda: (task, Shipped.of(self._ray.put(boxed(task)))))[1]
+        return found

@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -28,7 +28,8 @@ from fedshift.engines.torch_flags import steady
 from fedshift.engines.vmapped import Vmapped
 
 Arrays: TypeAlias = dict[str, dict[str, NDArray[Any]]]
-KEPT = 8  # methods, adapters and tasks that an actor remembers
+KEPT = 8  # methods and adapters that are remembered
+TASKS = 2  # beside them: Centralised trains on one and tests on another
 
 
 class Shipped(NamedTuple):
@@ -41,6 +42,38 @@ class Shipped(NamedTuple):
     def of(ref: Any) -> Shipped:
         """With a new key."""
         return Shipped(uuid.uuid4().hex, ref)
+
+
+class Known:
+    """What was sent, here and at an actor, as long as it is in use: every validation comes with adapters of its own, and
+    images are large.
+
+    >>> known = Known()
+    >>> [known.task(key, lambda: object()) is known.task(key, lambda: object()) for key in "abc"]
+    [True, True, True]
+    """
+
+    def __init__(self) -> None:
+        self._things: dict[Hashable, Any] = {}
+        self._tasks: dict[Hashable, Any] = {}
+
+    def thing(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """A method or an adapter."""
+        return _used(self._things, key, make, KEPT)
+
+    def task(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """A task, or what stands for it."""
+        return _used(self._tasks, key, make, TASKS)
+
+
+def _used(known: dict[Hashable, Any], key: Hashable, make: Callable[[], Any], most: int) -> Any:
+    """What is known or made now; of the others those that were used last are kept."""
+    if key not in known:
+        while len(known) >= most:  # before: what comes may need the room
+            del known[next(iter(known))]
+        known[key] = make()
+    known[key] = known.pop(key)
+    return known[key]
 
 
 class Boxed(NamedTuple):
@@ -129,10 +162,11 @@ class Worker:
 
     def __init__(self, compute: Compute) -> None:
         _follow_parent()
-        ExitStack().enter_context(steady(compute.tf32))  # for as long as the process lives
+        self._settings = ExitStack()  # held: with it they would end
+        self._settings.enter_context(steady(compute.tf32))
         self._compute = compute
         self._engine: Engine = Vmapped(compute) if compute.device.type == "cuda" else Sequential(compute)
-        self._known: dict[str, Any] = {}
+        self._known = Known()
 
     def ready(self) -> bool:
         """That it is there."""
@@ -151,10 +185,10 @@ class Worker:
     ) -> tuple[dict[str, SentReply], int]:
         """The work of some clients, and how many samples it was."""
         downs, locals = self._whole(own, common), {name: self._tree(tree) for name, tree in kept.items()}
-        made = self._found(how, shipping.loads, method)
+        made = self._known.thing(how, lambda: shipping.loads(method))
         beats = list[int]()
         with heard(beats.append):
-            replies = self._engine.train(made, downs, locals, self._found(where, unboxed, box), plan)
+            replies = self._engine.train(made, downs, locals, self._known.task(where, lambda: unboxed(box)), plan)
         return {name: SentReply.of(reply) for name, reply in replies.items()}, sum(beats)
 
     def evaluate(
@@ -169,10 +203,10 @@ class Worker:
         seed: int,
     ) -> tuple[dict[tuple[str, str], Score], int]:
         """The scores of some clients, and how many samples were looked at."""
-        made = self._found(how, shipping.loads, adapter)
-        task, deployed, beats = self._found(where, unboxed, box), self._whole(own, common), list[int]()
+        made = self._known.thing(how, lambda: shipping.loads(adapter))
+        deployed, beats = self._whole(own, common), list[int]()
         with heard(beats.append):
-            scores = self._engine.evaluate(made, deployed, task, parts, seed)
+            scores = self._engine.evaluate(made, deployed, self._known.task(where, lambda: unboxed(box)), parts, seed)
         return scores, sum(beats)
 
     def _whole(self, own: Mapping[str, Arrays], common: Arrays) -> dict[str, Tree]:
@@ -181,8 +215,3 @@ class Worker:
 
     def _tree(self, arrays: Arrays) -> Tree:
         return tree_of(arrays, self._compute.device)
-
-    def _found(self, key: str, make: Any, sent: Any) -> Any:
-        if key not in self._known:
-            self._known = {**dict(list(self._known.items())[1 - KEPT :]), key: make(sent)}
-        return self._known[key]
