@@ -1,7 +1,7 @@
 """Many test streams side by side: adapters that must go along a stream step by step go along all of them at once.
 
 A lane is one client's stream. Lanes are independent, so their states are stacked and one ``vmap`` of the adapter takes a
-step in each. Lanes whose next piece has one size move together and the others wait (``joint.py``); a lane's own order
+step in each. Lanes whose next piece has one size move together and the others wait (``grouping.py``); a lane's own order
 never changes, so the answers are the reference's. On CUDA a step that recurs is captured in a graph: what an adapter does
 for one sample is hundreds of small kernels.
 """
