@@ -156,6 +156,21 @@ def test_tiff_of_floats_colours_and_several_pages(tmp_path: Path) -> None:
         load(f"folder:{tmp_path}")
 
 
+def test_a_tiff_that_begins_with_its_small_copy(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    whole, copy = Image.new("L", (8, 8), 200), Image.new("L", (4, 4), 200)
+    whole.encoderinfo = {"tiffinfo": {254: 0}}  # whose page is no smaller copy
+    copy.save(tmp_path / "x" / "1.tif", save_all=True, append_images=[whole], tiffinfo={254: 1})
+    assert load(f"folder:{tmp_path}").images.shape == (1, 3, 8, 8)
+
+
+def test_white_may_be_zero_in_tiff(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    Image.fromarray(RAMP).save(tmp_path / "x" / "1.tif", tiffinfo={262: 0})
+    shades = load(f"folder:{tmp_path}", channels=1).images[0, 0].numpy()
+    assert (shades[0, 0], shades[-1, -1]) == (255, 0)
+
+
 def test_what_comes_out_black_is_said(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     burnt = np.where(RAMP == 4095, 65535, RAMP // 16).astype(np.uint16)  # one bright pixel in a dark picture
