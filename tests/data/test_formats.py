@@ -157,6 +157,20 @@ def test_twelve_bits_in_a_file_of_sixteen_keep_their_contrast(tmp_path: Path, su
     assert narrow[RAMP == 2048] == 128
 
 
+def test_another_window_is_another_entry_of_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "data" / "x").mkdir(parents=True)
+    Image.fromarray(RAMP).save(tmp_path / "data" / "x" / "1.png")
+    windows = (None, [2048.0, 100.0], [1000.0, 100.0], "lung", [-600, 1500])  # the last two are the same
+    cache = tmp_path / "cache"
+    for _ in range(2):
+        made = [
+            load(f"folder:{tmp_path / 'data'}", channels=1, window=window, cache=cache).images for window in windows
+        ]
+        fresh = [load(f"folder:{tmp_path / 'data'}", channels=1, window=window).images for window in windows]
+        assert all(one.equal(other) for one, other in zip(made, fresh, strict=True))
+    assert len(list((cache / "sources").iterdir())) == 4
+
+
 def test_tiff_of_floats_colours_and_several_pages(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     floats = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
