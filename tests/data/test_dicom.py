@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import io
+import warnings
 from typing import Any
 
 import numpy as np
 import pydicom
 import pytest
 from pydicom.dataset import FileDataset, FileMetaDataset
-from pydicom.uid import ExplicitVRLittleEndian, SecondaryCaptureImageStorage, generate_uid
+from pydicom.uid import (
+    DeflatedExplicitVRLittleEndian,
+    ExplicitVRLittleEndian,
+    SecondaryCaptureImageStorage,
+    generate_uid,
+)
 
-from fedshift.data.dicom import dicom_picture, is_dicom
+from fedshift.data.dicom import TooLarge, dicom_picture, is_dicom
 
 
 def dicom(values: np.ndarray, **tags: Any) -> bytes:
@@ -79,3 +85,75 @@ def test_what_is_no_image_is_refused_in_a_sentence() -> None:
         assert words in str(said.value) or "has no image" in str(said.value)
     with pytest.raises(ValueError, match=r"it is too large \(64x64, at most 1,000 pixels are read\)"):
         dicom_picture(dicom(RAMP), most_pixels=1000)
+
+
+EMPTY = [{"WindowCenter": None, "WindowWidth": None}, {"WindowCenter": 40}, {"WindowCenter": 40, "WindowWidth": 0}]
+
+
+@pytest.mark.parametrize("empty", EMPTY)
+def test_an_empty_window_is_none(empty: dict[str, Any]) -> None:
+    """Scanners leave the field empty: 12 bits in a file of 16 would come out black, or not at all."""
+    tags = {"BitsStored": 16, "HighBit": 15}
+    assert np.array_equal(dicom_picture(dicom(RAMP, **tags, **empty)), dicom_picture(dicom(RAMP, **tags)))
+
+
+def test_the_first_of_several_windows_counts() -> None:
+    several = dicom(RAMP, WindowCenter=[2048, 100], WindowWidth=[1000, 50], WindowCenterWidthExplanation=["A", "B"])
+    alone = dicom(RAMP, WindowCenter=2048, WindowWidth=1000)
+    assert np.array_equal(dicom_picture(several), dicom_picture(alone))
+
+
+def test_low_values_are_dark_with_a_negative_slope_too() -> None:
+    rescaled = {"RescaleSlope": -1, "RescaleIntercept": 4095}
+    windowed = np.asarray(dicom_picture(dicom(RAMP, **rescaled, WindowCenter=2048, WindowWidth=4096)))
+    assert np.abs(windowed.astype(int) - np.asarray(dicom_picture(dicom(RAMP, **rescaled)))).max() <= 1
+
+
+def test_every_window_function_of_the_standard() -> None:
+    def shades(function: str, width: float = 1000) -> np.ndarray:
+        data = dicom(RAMP, WindowCenter=2048, WindowWidth=width, VOILUTFunction=function)
+        return np.asarray(dicom_picture(data)).flatten().astype(int)
+
+    assert abs(shades("SIGMOID")[2048] - 128) <= 1
+    assert abs(shades("SIGMOID")[2298] - round(255 / (1 + np.exp(-1)))) <= 1
+    assert np.array_equal(shades("LINEAR_EXACT")[[1548, 2548]], [0, 255])
+    assert np.array_equal(shades("LINEAR")[[1548, 2547]], [0, 255])
+    assert np.array_equal(shades("LINEAR", 1)[[2047, 2048]], [0, 255])
+
+
+def test_a_lookup_table_of_the_file_is_applied_after_rescaling() -> None:
+    item = pydicom.Dataset()
+    item.LUTDescriptor, item.LUTData = [4096, 0, 12], np.arange(4095, -1, -1).astype("<u2").tobytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data = dicom(RAMP, VOILUTSequence=[item], RescaleSlope=1, RescaleIntercept=0)
+        looked_up = np.asarray(dicom_picture(data))
+    assert np.array_equal(looked_up, np.asarray(dicom_picture(dicom(RAMP[::-1, ::-1].copy()))))
+
+
+def test_a_palette_is_looked_up() -> None:
+    """Ultrasound: what is stored are numbers of colours."""
+    tags: dict[str, Any] = {"PhotometricInterpretation": "PALETTE COLOR"}
+    for colour, values in (("Red", [0, 65535]), ("Green", [0, 32896]), ("Blue", [257, 0])):
+        tags[f"{colour}PaletteColorLookupTableDescriptor"] = [2, 0, 16]
+        tags[f"{colour}PaletteColorLookupTableData"] = np.array(values, dtype=np.uint16).tobytes()
+    pixels = np.asarray(dicom_picture(dicom(np.array([[0, 1], [1, 0]], dtype=np.uint8), **tags)))
+    assert pixels[0].tolist() == [[0, 0, 1], [255, 128, 0]]
+
+
+def test_a_deflated_file_is_not_inflated_beyond_its_pixels() -> None:
+    """A few thousand bytes that would fill the memory before anybody knows how many pixels there are."""
+
+    def deflated(values: np.ndarray) -> bytes:
+        dataset = pydicom.dcmread(io.BytesIO(dicom(values)))
+        dataset.file_meta.TransferSyntaxUID = DeflatedExplicitVRLittleEndian
+        stream = io.BytesIO()
+        pydicom.dcmwrite(stream, dataset, enforce_file_format=True)
+        return stream.getvalue()
+
+    sound = np.asarray(dicom_picture(deflated(RAMP), most_pixels=4096))
+    assert np.array_equal(sound, np.asarray(dicom_picture(dicom(RAMP))))
+    bomb = deflated(np.zeros((1000, 1000), dtype=np.uint16))
+    assert len(bomb) < 10_000
+    with pytest.raises(TooLarge, match=r"it is too large \(deflated; at most 8,000 bytes are read\)"):
+        dicom_picture(bomb, most_pixels=1000)

@@ -12,10 +12,11 @@ import pytest
 from PIL import Image
 from torch import Tensor
 
+from fedshift.data._walk import SUFFIXES
 from fedshift.data.sources import load
 from fedshift.data.windows import window_of
 from fedshift.errors import UserError
-from fedshift.experiment.files import source_of
+from fedshift.experiment.files import PICTURES, source_of
 from fedshift.experiment.schema import Experiment
 from fedshift.runs.raw_images import as_bytes
 from tests.data.test_dicom import RAMP, dicom
@@ -88,6 +89,10 @@ def test_a_changed_picture_is_not_taken_from_the_cache(tmp_path: Path) -> None:
             {**TABLE, "file_name": ("a", "b", "c", " ")},
             r'there is no picture in column "file_name" of "scans.csv", row 3',
         ),
+        (
+            {**TABLE, "file_name": ("a", "b", "c", "A" * 5000)},
+            f'there is no picture "{"A" * 100}" in',
+        ),  # pixels as text
         ({"file_name": NAMES}, "has no label column that is known by name; name it in columns: file_name"),
         ({**TABLE, "file_name": ("a", "b", "c", "both")}, "may be images/1/both.png and images/2/both.png"),
     ],
@@ -106,6 +111,16 @@ def test_a_folder_may_have_a_table_of_either_kind(tmp_path: Path, place: str) ->
     assert source_of(root) == f"folder:{root}"
     pool = load(source_of(root))
     assert (pool.classes, pool.labels.tolist(), pool.domain_names) == (("cat", "dog"), [0, 1, 0, 1], ("x", "y"))
+
+
+@pytest.mark.parametrize("suffix", sorted(SUFFIXES))
+def test_a_table_in_a_folder_of_any_pictures_is_about_them(tmp_path: Path, suffix: str) -> None:
+    """Whatever the machine's own list of file types knows: Python alone has neither DICOM nor WebP."""
+    written(tmp_path / "metadata.parquet", TABLE)
+    assert source_of(tmp_path) == f"parquet:{tmp_path}"
+    (tmp_path / f"1{suffix}").touch()
+    assert source_of(tmp_path) == f"folder:{tmp_path}"
+    assert PICTURES == SUFFIXES
 
 
 # ---- DICOM, TIFF, wide greys ----------------------------------------------------------------------------------------
@@ -142,6 +157,20 @@ def test_twelve_bits_in_a_file_of_sixteen_keep_their_contrast(tmp_path: Path, su
     assert narrow[RAMP == 2048] == 128
 
 
+def test_another_window_is_another_entry_of_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "data" / "x").mkdir(parents=True)
+    Image.fromarray(RAMP).save(tmp_path / "data" / "x" / "1.png")
+    windows = (None, [2048.0, 100.0], [1000.0, 100.0], "lung", [-600, 1500])  # the last two are the same
+    cache = tmp_path / "cache"
+    for _ in range(2):
+        made = [
+            load(f"folder:{tmp_path / 'data'}", channels=1, window=window, cache=cache).images for window in windows
+        ]
+        fresh = [load(f"folder:{tmp_path / 'data'}", channels=1, window=window).images for window in windows]
+        assert all(one.equal(other) for one, other in zip(made, fresh, strict=True))
+    assert len(list((cache / "sources").iterdir())) == 4
+
+
 def test_tiff_of_floats_colours_and_several_pages(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     floats = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
@@ -154,6 +183,21 @@ def test_tiff_of_floats_colours_and_several_pages(tmp_path: Path) -> None:
     pages[0].save(tmp_path / "x" / "3.tif", save_all=True, append_images=pages[1:])
     with pytest.raises(UserError, match="it has 3 pages; give them one by one"):
         load(f"folder:{tmp_path}")
+
+
+def test_a_tiff_that_begins_with_its_small_copy(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    whole, copy = Image.new("L", (8, 8), 200), Image.new("L", (4, 4), 200)
+    whole.encoderinfo = {"tiffinfo": {254: 0}}  # whose page is no smaller copy
+    copy.save(tmp_path / "x" / "1.tif", save_all=True, append_images=[whole], tiffinfo={254: 1})
+    assert load(f"folder:{tmp_path}").images.shape == (1, 3, 8, 8)
+
+
+def test_white_may_be_zero_in_tiff(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    Image.fromarray(RAMP).save(tmp_path / "x" / "1.tif", tiffinfo={262: 0})
+    shades = load(f"folder:{tmp_path}", channels=1).images[0, 0].numpy()
+    assert (shades[0, 0], shades[-1, -1]) == (255, 0)
 
 
 def test_what_comes_out_black_is_said(tmp_path: Path) -> None:
@@ -176,6 +220,9 @@ def test_a_window_is_served_with(tmp_path: Path) -> None:
 
 def test_windows_are_checked() -> None:
     assert Experiment(data={"window": [40, 400.5]}).data.window == [40, 400.5]
-    for wrong in ([1.0], [1.0, 0.0], "lnug"):
+    for wrong in ([1.0, 0.0], "lnug"):
         with pytest.raises(UserError, match="window"):
             window_of(Experiment(data={"window": wrong}).data.window)
+    for odd in ([1.0], [1, "a"], [True, 2], [float("nan"), 2.0], 7):
+        with pytest.raises(UserError, match=r"data\.window: it must be a name, or centre and width, not"):
+            Experiment(data={"window": odd})

@@ -266,7 +266,8 @@ def test_files_that_are_no_weights(tmp_path: Path) -> None:
     network = build("cct4", {}, (3, 8, 8))
     (tmp_path / "text").write_text("not tensors at all")
     (tmp_path / "empty").touch()
-    for name in ("text", "empty"):
+    torch.save(network.state_dict(), tmp_path / "pickle")
+    for name in ("text", "empty", "pickle"):
         with pytest.raises(UserError, match="is not a safetensors file or is damaged"):
             load_pretrained(network, tmp_path / name)
     with pytest.raises(UserError, match="there is no weights file"):

@@ -18,6 +18,7 @@ import fedshift
 from fedshift.data.pool import Pool
 from fedshift.errors import UserError
 from fedshift.experiment.schema import Experiment
+from fedshift.runs.setup import make_task
 from fedshift.tune import Tuned, tune
 from fedshift.tune.samplers import Random
 from fedshift.tune.searching import TRIALS
@@ -104,6 +105,27 @@ def test_no_test_label_is_read(tmp_path: Path) -> None:
     assert tested[0].accuracy("fedavg") != tested[1].accuracy("fedavg")  # a test does read them
 
 
+@pytest.mark.parametrize("label", ["", "mine"])
+def test_options_of_adapters_alone_are_told_apart(tmp_path: Path, label: str) -> None:
+    """Such trials share one training. An adapter without a label is called by its options; one with has one place."""
+    tent = {"name": "tent", "label": label, "params": "all", "predict-when": "after"}
+    method = {"name": "fedavg", "adapters": [tent]}
+    experiment = Experiment(**{**SMALL, "method": [method], "stream": SMALL["stream"][:1], "tune": {}})
+    rates = {f"method.fedavg.adapters.{label or 'tent'}.lr": [0.0, 3.0]}
+    first, again = (tune(experiment, tmp_path, trials=4, over=rates, engine="sequential") for _ in range(2))
+    assert len(list(tmp_path.rglob("done"))) == 1
+    assert first.trials == again.trials
+    scores = {(rate, trial.score) for trial in first.trials for rate in trial.values.values()}
+    assert len(scores) == len(dict(scores)) == len({score for _, score in scores}) == 2
+
+
+def test_a_task_of_ones_own_is_refused(tmp_path: Path) -> None:
+    """It was divided by somebody else: trials would be shown its test images."""
+    experiment = Experiment(**SMALL)
+    with pytest.raises(UserError, match="a task of your own is divided already"):
+        tune(experiment, tmp_path, data=make_task(experiment, 0), trials=1)  # type: ignore[arg-type]
+
+
 @pytest.mark.grid
 def test_optuna_proposes_the_same_again(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
@@ -127,6 +149,9 @@ def test_random_settings_are_a_function_of_seed_key_and_number() -> None:
     assert 0.4 < np.mean([rate < 0.03162 for rate in rates]) < 0.6
     assert {values["train.local-epochs"] for values in drawn} == {1, 2, 3, 4}
     assert {values["model.norm"] for values in drawn} == {True, False}
+    signed = [Range(-1, 1).at(share) for share in (0.0, 0.3, 0.4, 0.6, 0.7, 0.99)]
+    assert signed == [-1, -1, 0, 0, 1, 1]
+    assert Range(0.9, 0.99999).at(0.99999) < 1.0
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fedshift.data._naming import meant, plain, positions
 from fedshift.data._parts import Part
+from fedshift.data._rows import line
 from fedshift.data._walk import walk
 from fedshift.errors import UserError
 
@@ -63,7 +65,7 @@ def paths_of(values: Any) -> list[str | None] | None:
 def _named(table: str, cells: Sequence[str | None], folder: Path) -> list[Path | None]:
     """The files that cells name: as paths, from the table's folder, or else as names of pictures anywhere below it."""
     paths = [folder / plain(cell) if cell and cell.strip() else None for cell in cells]
-    lost = [i for i, path in enumerate(paths) if path is not None and not path.is_file()]
+    lost = [i for i, path in enumerate(paths) if path is not None and not _is_there(path)]
     if not lost:
         return paths
     names, _ = walk(folder)
@@ -72,9 +74,19 @@ def _named(table: str, cells: Sequence[str | None], folder: Path) -> list[Path |
         cell = plain(str(cells[i]))
         at = meant(cell, names, found, table)
         if at is None:
-            raise UserError(f'"{table}", row {i}: there is no picture "{cell}" in "{folder}" or below it')
+            raise UserError(f'"{table}", row {i}: there is no picture "{cell[:100]}" in "{folder}" or below it')
         paths[i] = folder / names[at]
     return paths
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a file is there. What is too long for a name is none: somebody's text, or pixels written as text."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise UserError(f'"{path}" cannot be read: {line(error)}') from error
 
 
 def _is_text(values: Any) -> bool:

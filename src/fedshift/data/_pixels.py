@@ -29,6 +29,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 MOST_PIXELS = 100_000_000  # of one picture: a small file may claim to be larger than any memory
 _THREADS = min(8, os.cpu_count() or 1)
 _SUBFILE, _SMALLER, _MASK = 254, 1, 4  # TIFF: what a page is, as bits
+_PHOTOMETRIC, _ZERO_IS_WHITE, _ZERO_IS_BLACK = 262, 0, 1  # TIFF: what a grey means
 
 
 class Decoded(NamedTuple):
@@ -120,11 +121,9 @@ def open_picture(
     if is_dicom(_head(file)):
         return dicom_picture(file, window, most_pixels)
     opened = Image.open(file, formats=formats)
+    _turn_to_page(opened)
     if opened.width * opened.height > most_pixels:
         raise TooLarge(f"it is too large ({opened.width}x{opened.height}, at most {most_pixels:,} pixels are read)")
-    pages = _pages(opened)
-    if pages > 1:
-        raise ValueError(f"it has {pages} pages; give them one by one")
     return opened
 
 
@@ -137,16 +136,22 @@ def _head(file: Path | io.BytesIO) -> bytes:
     return head
 
 
-def _pages(picture: Image.Image) -> int:
-    """Of a TIFF file, without what is only a smaller copy or a mask; other formats have one."""
+def _turn_to_page(picture: Image.Image) -> None:
+    """To the one page of a TIFF file that is no smaller copy or mask, which may come first; other formats have one."""
     if picture.format != "TIFF" or getattr(picture, "n_frames", 1) == 1:
-        return 1
-    count = 0
+        return
+    pages: list[int] = []
     for number in range(picture.n_frames):  # type: ignore[attr-defined]
         picture.seek(number)
-        count += not picture.tag_v2.get(_SUBFILE, 0) & (_SMALLER | _MASK)  # type: ignore[attr-defined]
-    picture.seek(0)
-    return count
+        if not _tiff_tag(picture, _SUBFILE, 0) & (_SMALLER | _MASK):
+            pages.append(number)
+    if len(pages) > 1:
+        raise ValueError(f"it has {len(pages)} pages; give them one by one")
+    picture.seek(pages[0] if pages else 0)
+
+
+def _tiff_tag(picture: Image.Image, tag: int, usual: int) -> int:
+    return int(getattr(picture, "tag_v2", {}).get(tag, usual))
 
 
 def is_wide(picture: Image.Image) -> bool:
@@ -177,7 +182,10 @@ def fitted(
     picture: Image.Image, size: int | tuple[int, int] | None, channels: int, window: Window | None = None
 ) -> np.ndarray:
     """A picture upright, in these colours and this size (Pillow's bicubic filter), as [channels, height, width]."""
-    upright = _eight_bit(ImageOps.exif_transpose(picture), window).convert(MODES[channels])
+    wide = picture.mode.startswith(("I", "F"))
+    negative = wide and _tiff_tag(picture, _PHOTOMETRIC, _ZERO_IS_BLACK) == _ZERO_IS_WHITE  # Pillow mends bytes alone
+    upright = _eight_bit(ImageOps.exif_transpose(picture), window)
+    upright = (ImageOps.invert(upright) if negative else upright).convert(MODES[channels])
     box = (size, size) if isinstance(size, int) else size
     if box is not None and upright.size != box:
         upright = upright.resize(box, Image.Resampling.BICUBIC)

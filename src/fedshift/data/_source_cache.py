@@ -21,7 +21,7 @@ from fedshift.data.pool import Column, Pool
 from fedshift.data.windows import dark_hint
 from fedshift.errors import UserError
 
-_FORMAT = 3  # of a cache entry and of everything that decides its bytes: raise it when decoding changes
+_FORMAT = 4  # of a cache entry and of everything that decides its bytes: raise it when decoding changes
 _CODE_FIELDS = ("labels", "domains", "users", "supers", "groups", "splits")
 _NAME_FIELDS = ("classes", "domain_names", "user_names", "super_names", "group_names", "names")
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import zlib
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image
@@ -16,6 +19,8 @@ from fedshift.errors import UserError
 MAGIC = slice(128, 132)
 DICOM_HEAD = 132  # bytes that tell whether a file is one
 DICOM = "dicom"  # what a picture's ``info`` has if it was made of one with more than eight bits
+_META = 2  # the group of what a file says of itself
+_BYTES = 8  # of a pixel and its share of the rest, at most: three colours of sixteen bits
 
 
 class TooLarge(ValueError):
@@ -41,7 +46,7 @@ def dicom_picture(
     Low values are dark, whatever the file's photometric interpretation. ``most_pixels`` is checked before anything is
     decoded. What cannot be read raises ValueError.
     """
-    dataset = _read(source)
+    dataset = _read(source, most_pixels)
     rows, columns = (int(getattr(dataset, name, 0) or 0) for name in ("Rows", "Columns"))
     frames = int(getattr(dataset, "NumberOfFrames", 1) or 1)
     if not rows or not columns or "PixelData" not in dataset:
@@ -61,42 +66,80 @@ def dicom_picture(
     return picture
 
 
-def _read(source: bytes | Path | io.BytesIO) -> Any:
+def _read(source: bytes | Path | io.BytesIO, most_pixels: int | None) -> Any:
     try:
         import pydicom
     except ImportError:
         raise UserError('DICOM files need pydicom: pip install "fedshift[dicom]"') from None
     try:
-        return pydicom.dcmread(io.BytesIO(source) if isinstance(source, bytes) else source)
-    except UserError:
+        with source.open("rb") if isinstance(source, Path) else nullcontext(_stream(source)) as file:
+            if most_pixels is not None:
+                _check_deflated(file, most_pixels * _BYTES)
+                file.seek(0)
+            return pydicom.dcmread(file)
+    except TooLarge:
         raise
     except Exception as error:
         raise ValueError(f"the DICOM file cannot be read: {type(error).__name__}") from None
 
 
+def _stream(source: bytes | io.BytesIO) -> io.BytesIO:
+    return io.BytesIO(source) if isinstance(source, bytes) else source
+
+
+def _check_deflated(file: BinaryIO, most: int) -> None:
+    """Refuse a file that is deflated as a whole and grows beyond so many bytes: pydicom would inflate all of it."""
+    from pydicom.filereader import read_dataset, read_preamble
+    from pydicom.uid import DeflatedExplicitVRLittleEndian
+
+    read_preamble(file, False)
+    meta = read_dataset(file, False, True, stop_when=lambda tag, *_: tag.group != _META)
+    if meta.get("TransferSyntaxUID") == DeflatedExplicitVRLittleEndian:
+        inflating = zlib.decompressobj(-zlib.MAX_WBITS)
+        inflating.decompress(file.read(), most)
+        if inflating.unconsumed_tail:
+            raise TooLarge(f"it is too large (deflated; at most {most:,} bytes are read)")
+
+
 def _values(dataset: Any, window: Window | None) -> np.ndarray:
-    from pydicom.pixels.processing import apply_modality_lut, apply_voi_lut
+    from pydicom.pixels.processing import apply_color_lut, apply_modality_lut, apply_voi
     from pydicom.pixels.utils import pixel_array
 
     stored = pixel_array(dataset)
+    if getattr(dataset, "PhotometricInterpretation", "") == "PALETTE COLOR":  # numbers of colours, not shades
+        colours = apply_color_lut(stored, dataset)
+        return windows.between(colours, 0.0, float(np.iinfo(colours.dtype).max))
     if stored.ndim == 3:  # colours have no window
         return stored if stored.dtype == np.uint8 else windows.as_bytes(stored, None)
     values = np.asarray(apply_modality_lut(stored, dataset), dtype=np.float64)
-    if window is None and ("WindowCenter" in dataset or "VOILUTSequence" in dataset):
-        shown = np.asarray(apply_voi_lut(apply_modality_lut(stored, dataset), dataset), dtype=np.float64)
-        shades = windows.between(shown, *_window_range(dataset, stored))
+    if window is None and dataset.get("VOILUTSequence"):
+        looked_up = apply_voi(np.rint(values).astype(np.int64), dataset)
+        shades = windows.between(looked_up, 0.0, float(2 ** int(dataset.VOILUTSequence[0].LUTDescriptor[2]) - 1))
+    elif window is None and (own := _window(dataset)) is not None:
+        shades = _windowed(values, own, str(dataset.get("VOILUTFunction") or "LINEAR").upper())
     else:
         shades = windows.as_bytes(values, window, _stored_range(dataset, stored))
     inverted = getattr(dataset, "PhotometricInterpretation", "") == "MONOCHROME1"
     return 255 - shades if inverted else shades
 
 
-def _window_range(dataset: Any, stored: np.ndarray) -> tuple[float, float]:
-    """From where to where the file's window maps: pydicom gives the whole output range to it."""
-    if "VOILUTSequence" in dataset:
-        item = dataset.VOILUTSequence[0]
-        return 0.0, float(2 ** int(item.LUTDescriptor[2]) - 1)
-    return _stored_range(dataset, stored)
+def _window(dataset: Any) -> Window | None:
+    """The file's first window; None if it has none, or leaves it empty, as some scanners do."""
+    found = [dataset.get(name) for name in ("WindowCenter", "WindowWidth")]
+    first = [next(iter(value), None) if isinstance(value, Sequence) else value for value in found]
+    if first[0] is None or first[1] is None or not float(first[1]) > 0:
+        return None
+    return float(first[0]), float(first[1])
+
+
+def _windowed(values: np.ndarray, window: Window, kind: str) -> np.ndarray:
+    """Shades by one of the standard's three functions (PS3.3 C.11.2.1)."""
+    centre, width = window
+    if kind == "SIGMOID":
+        return windows.between(np.tanh(2 * (values - centre) / width), -1.0, 1.0)
+    if kind != "LINEAR_EXACT" and width >= 1:  # of whole numbers: it begins and ends on one
+        centre, width = centre - 0.5, width - 1
+    return windows.as_bytes(values, (centre, width))
 
 
 def _stored_range(dataset: Any, stored: np.ndarray) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from pydantic import (
 
 from fedshift.errors import UserError
 from fedshift.experiment.files import assignment, setting
-from fedshift.experiment.tables import Label, Name, Named, Names, Real, Seed, Table, no_flag, without_privacy
+from fedshift.experiment.tables import Label, Name, Named, Names, Real, Seed, Table, Window, no_flag, without_privacy
 
 
 class DataSpec(Table):
@@ -33,7 +33,7 @@ class DataSpec(Table):
     domains: Names = Field(default_factory=list)  # keep these only
     classes: Names = Field(default_factory=list)  # keep these only, in this order
     # of greys of more than eight bits, in the values of the files: a name, or centre and width; None: the file's own
-    window: str | Annotated[list[Real], Field(min_length=2, max_length=2)] | None = None
+    window: Window = None
     limit: Annotated[StrictInt, Field(ge=1)] | None = None  # a random subset of so many images
     seed: Seed | None = None  # of partition, split and shifts; default: the run's seed
     needs: str = ""  # for people: what this is and where to get it

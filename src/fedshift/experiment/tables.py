@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, AllowInfNan, BaseModel, ConfigDict, Field, Strict, StrictInt
+from pydantic import AfterValidator, AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, Strict, StrictInt
 
 
 def kebab(name: str) -> str:
@@ -74,6 +75,18 @@ def no_flag(value: Any) -> Any:
     return value
 
 
+def _name_or_pair(value: Any) -> Any:
+    """Refuse what is no window in one sentence, before a name and a pair are tried one after the other."""
+    pair = isinstance(value, list | tuple) and len(value) == 2
+    if (
+        value is None
+        or isinstance(value, str)
+        or (pair and all(type(n) in (int, float) and isfinite(n) for n in value))
+    ):
+        return value
+    raise ValueError(f"it must be a name, or centre and width, not {value!r}")
+
+
 def _distinct_names(value: list[str]) -> list[str]:
     twice = next((name for name in value if value.count(name) > 1), None)
     if twice is not None:
@@ -85,4 +98,5 @@ Label = Annotated[str, AfterValidator(folder_name)]
 Name = Annotated[Label, AfterValidator(not_empty)]
 Names = Annotated[list[str], AfterValidator(_distinct_names)]
 Real = Annotated[float, Strict(), AllowInfNan(False)]
+Window = Annotated[str | list[Real] | None, BeforeValidator(_name_or_pair)]
 Seed = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]

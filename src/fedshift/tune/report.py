@@ -33,7 +33,7 @@ def lines(tuned: Tuned) -> list[str]:
     """The settings to run with, and where everything is."""
     lost = [trial for trial in tuned.trials if trial.score is None]
     said = [f"best of {method}: {_settings(trial)}" for method, trial in tuned.best.items()]
-    said += [f"{len(lost)} trials gave no number: they diverged"] if lost else []
+    said += [f"{len(lost)} of {len(tuned.trials)} trials gave no number: their training diverged"] if lost else []
     said.append(
         "Chosen by validation images; no test label was read. The best of many trials is lucky too: the test is next."
     )

@@ -92,7 +92,7 @@ def _distribution(dimension: Any) -> Any:
 def _plain(dimension: Any, value: Any) -> Any:
     if isinstance(dimension, Choice):
         return dimension.values[value]
-    return value if dimension.whole else float(f"{value:.4g}")
+    return value if dimension.whole else dimension.rounded(value)
 
 
 SAMPLERS: Mapping[str, Callable[[Space, int, str], Sampler]] = {"random": Random, "tpe": Tpe}

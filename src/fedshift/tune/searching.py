@@ -15,6 +15,7 @@ from typing import Any
 
 from fedshift.data.pool import Pool
 from fedshift.data.streams import twins_of
+from fedshift.data.task import Task
 from fedshift.errors import UserError
 from fedshift.experiment.files import override
 from fedshift.experiment.schema import Experiment, MethodSpec
@@ -96,7 +97,7 @@ def tune(
     """
     whole = experiment if isinstance(experiment, Experiment) else Experiment.load(experiment)
     whole = split_as_own(whole, data)
-    _check(whole, trials, sampler)
+    _check(whole, trials, sampler, data)
     space = space_of(whole, over)
     shown = _shown(whole)
     specs = [spec for spec in whole.method if not methods or spec.title in methods]
@@ -119,12 +120,13 @@ def tune(
                     number: plan(_tried(shown, spec, values), out, network=network, data=data, reporter=search)
                     for number, values in asked.items()
                 }
-                distinct = {job.folder.path: job for some in jobs.values() for job in some}
-                carry_out(list(distinct.values()), **how)  # type: ignore[arg-type]
-                for number, values in asked.items():
-                    trial = _scored(spec, number, values, jobs[number], whole.evaluate.metric)
-                    proposing.tell(number, _upwards(trial.score, whole.evaluate.metric))
-                    tried.append(trial)
+                scored: dict[int, Trial] = {}
+                for distinct, some in _side_by_side(jobs):
+                    carry_out(list(distinct.values()), **how)  # type: ignore[arg-type]
+                    scored |= {n: _scored(spec, n, asked[n], jobs[n], whole.evaluate.metric) for n in some}
+                for number in numbers:
+                    proposing.tell(number, _upwards(scored[number].score, whole.evaluate.metric))
+                    tried.append(scored[number])
                 _write_trials(folder, tried, whole.evaluate.metric)
     finally:
         say.close()
@@ -136,11 +138,13 @@ def tune(
     return Tuned(tuple(tried), best, whole.evaluate.metric, chosen, folder)
 
 
-def _check(experiment: Experiment, trials: int, sampler: str) -> None:
+def _check(experiment: Experiment, trials: int, sampler: str, data: object) -> None:
     if trials < 1:
         raise UserError(f"a search needs one trial or more, not {trials}")
     if sampler not in SAMPLERS:
         raise UserError(f"there is no sampler {sampler!r}; there are: {', '.join(SAMPLERS)}")
+    if isinstance(data, Task):  # its test images would be shown as they are
+        raise UserError("a search divides a pool; a task of your own is divided already")
     if experiment.sweep:
         raise UserError("a search and a [sweep] do not go together: leave one of them out")
     if experiment.split.get("unseen") == EACH:
@@ -184,8 +188,27 @@ def _with(spec: MethodSpec, values: Mapping[str, Any]) -> MethodSpec:
     return MethodSpec(**table["method"][0])
 
 
+def _side_by_side(jobs: Mapping[int, Sequence[Job]]) -> list[tuple[dict[Path, Job], list[int]]]:
+    """Runs that can be made at once, by folder, and whose trials they are.
+
+    Trials that differ only in options of adapters share a run, whose scores of an adapter with a label have one place: such
+    trials are scored one after the other.
+    """
+    batches: list[tuple[dict[Path, Job], list[int]]] = []
+    for number, own in jobs.items():
+        fitting = (
+            one for one in batches if all(one[0].get(job.folder.path, job).setup.spec == job.setup.spec for job in own)
+        )
+        batch = next(fitting, None) or ({}, [])
+        if not batch[1]:
+            batches.append(batch)
+        batch[0].update({job.folder.path: job for job in own})
+        batch[1].append(number)
+    return batches
+
+
 def _scored(spec: MethodSpec, number: int, values: Mapping[str, Any], jobs: Sequence[Job], measure: str) -> Trial:
-    labels = [adapter.title for adapter in spec.adapters]
+    labels = [adapter.title for adapter in jobs[0].setup.spec.adapters]  # a title may say the options that are tried
     rows = collect({job.folder.path: labels for job in jobs}).rows
     found = [(row, streams) for row in rows if not row.bound and (streams := _streams(row, jobs[0], measure))]
     if not found:

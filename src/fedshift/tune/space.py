@@ -19,8 +19,8 @@ _KEYS = {"low", "high", "log"}
 class Range:
     """Numbers from ``low`` to ``high``, whole ones if both are; ``log``: small ones as often as large ones.
 
-    >>> Range(0.001, 1.0, log=True).at(0.5), Range(1, 8).at(0.99)
-    (0.03162, 8)
+    >>> Range(0.001, 1.0, log=True).at(0.5), Range(1, 8).at(0.99), Range(-2, 2).at(0.1)
+    (0.03162, 8, -2)
     """
 
     low: float
@@ -36,7 +36,15 @@ class Range:
         """The number at a share of the way, in [0, 1)."""
         end = self.high + 1 if self.whole else self.high
         value = self.low * (end / self.low) ** share if self.log else self.low + (end - self.low) * share
-        return min(int(value), int(self.high)) if self.whole else float(f"{value:.4g}")
+        return min(math.floor(value), int(self.high)) if self.whole else self.rounded(value)
+
+    def rounded(self, value: float) -> float:
+        """A number with four digits, never beyond the ends: a momentum of 0.99999 must not become 1.
+
+        >>> Range(0.9, 0.99999).rounded(0.99998)
+        0.99999
+        """
+        return min(max(float(f"{value:.4g}"), self.low), self.high)
 
 
 @dataclass(frozen=True)
