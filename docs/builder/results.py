@@ -320,10 +320,10 @@ def glance() -> str:
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return (
         "<!-- made by `python docs/generate.py --results`: edit docs/builder/results.py -->\n\n# What we measured\n\n"
-        "The tables of five papers: `benchmarks/reproduce.py` runs them and writes the JSON files beside these pages. Misses "
-        "stand beside hits, and what was not run is listed. *First here* is the first of the rows that were run. *Told apart* "
-        "means by more than clients and seeds differ; with one seed that is clients alone. *Earlier* runs were made by hand, "
-        "before changes that their page names, and wait to be run again.\n\n"
+        "The tables of five papers: `benchmarks/reproduce.py` runs them and writes the JSON files beside these pages. "
+        "Misses stand beside hits, and what was not run is listed. *First here* is the first of the rows that were run. "
+        "*Told apart* means by more than clients and seeds differ; with one seed that is clients alone. *Earlier* runs "
+        "were made by hand, before changes that their page names, and wait to be run again.\n\n"
         + table
         + "\n\n[Our own adapters](ours.md) have a page too.\n"
     )
