@@ -296,7 +296,7 @@ def glance() -> str:
         "",
         "table",
         "first here",
-        "first in the paper",
+        "the paper's first of them",
         "the system's headline (paper)",
         "told apart from the others",
         "run",
