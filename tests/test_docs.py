@@ -7,10 +7,12 @@ import doctest
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from html import unescape
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -78,6 +80,25 @@ def test_links_lead_somewhere() -> None:
             found = (page.parent / target).resolve()
             made = found.is_relative_to(DOCS) and MADE.fullmatch(found.relative_to(DOCS).as_posix())
             assert found.exists() or (made and page != ROOT / "README.md"), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_ask_for_methods_that_were_trained(page: Path) -> None:
+    """What a page lets one train under a name (``-c name=mine``) has the methods that it asks for afterwards."""
+    from fedshift import Experiment
+
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    trained: dict[str, set[str]] = {}
+    for line in re.findall(r"^fedshift run .*", text, re.MULTILINE):
+        words = shlex.split(line, comments=True)
+        changes = [after for word, after in pairwise(words) if word == "-c"]
+        if words[2:3] == ["-c"] and (name := next((c[5:] for c in changes if c.startswith("name=")), "")):
+            experiment = Experiment.load(None, changes)
+            trained[name] = {*(m.title for m in experiment.method), "majority", "local", "finetune"}
+    for name, titles in trained.items():
+        asked = re.findall(rf"runs/{name}(?:/([\w-]+)/| --method ([\w-]+))", text)
+        asked += re.findall(rf"runs/{name} --data \S+ (--method) ([\w-]+)", text)
+        assert {method for pair in asked for method in pair if method not in ("", "--method")} <= titles, page
 
 
 def test_the_readme_is_short() -> None:

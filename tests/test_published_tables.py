@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fedshift import Experiment
+from fedshift.experiment.files import presets
 from fedshift.experiment.schema import MethodSpec
 
 # ---- FedCiR --------------------------------------------------------------------------------------------------------------
@@ -198,3 +199,40 @@ def test_all_of_fedttas_presets_train_alike(name: str) -> None:
     for options in tents:  # at the method's own rate, whatever the number of rounds
         assert options["train-lr"] is True
         assert "lr" not in options
+
+
+# ---- where papers and their code were read again -------------------------------------------------------------------------
+def test_settings_that_were_read_again_in_the_papers_and_their_code() -> None:
+    assert Experiment.load("new-clients-fashion").partition.options()["distinct"] is False
+    assert Experiment.load("new-clients").partition.options().get("distinct", True) is True
+    cifar100, rotations = Experiment.load("new-clients-cifar100"), Experiment.load("rotations")
+    assert (cifar100.data.mean, cifar100.data.std) == ([0.5071, 0.4867, 0.4408], [0.2675, 0.2565, 0.2761])
+    assert (rotations.data.mean, rotations.data.std) == ([0.0], [1.0])
+    assert rotations.rotation["resample"] == "bicubic"
+    assert rows_of(Experiment.load("writers-femnist"))["FedADG"].model == {"hidden": 512}
+    assert [point for point, _ in Experiment.load("brfl").variants()] == [
+        {"partition.alpha": 0.1},
+        {"partition.alpha": 1.0},
+    ]
+
+
+@pytest.mark.parametrize("data", ["digits", "office", "domainnet"])
+def test_fedicon_us_adapts_under_domain_shift_as_under_covariate_shift(data: str) -> None:
+    rates = []
+    for shift in ("covariate", "domain"):
+        adapters = rows_of(Experiment.load(f"{data}-{shift}"))["FedICON-us"].adapters
+        rates += [adapter.options()["lr"] for adapter in adapters if adapter.name == "fedicon"]
+    assert rates == [0.001, 0.001]
+
+
+FDSE_TABLES = [name for name in presets() if name.startswith("fdse-") or name.endswith(("-personal", "-unseen"))]
+
+
+@pytest.mark.parametrize("name", [*FDSE_TABLES, "domainnet-resnet50", "pacs-vit"])
+def test_fdses_presets_say_which_activation_stands_beside_the_published_number(name: str) -> None:
+    experiment = Experiment.load(name)
+    assert sum("activation" in note and "ReLU" in note for note in experiment.notes) == 1
+    published = [m for m in experiment.method if m.name == "fdse" and any(a.paper for a in m.adapters)]
+    assert not any(method.options().get("activation") for method in published)
+    if name.endswith(("-personal", "-unseen")):
+        assert rows_of(experiment)["FDSE with ReLU"].options()["activation"] is True

@@ -11,6 +11,9 @@ import pytest
 from benchmarks import reproduce
 from docs.builder import results
 
+from fedshift import Experiment
+from fedshift.results.beside import titles_of
+from fedshift.results.result import Row
 from fedshift.runs.run import run
 from tests.runs.test_run import tiny
 
@@ -51,6 +54,43 @@ def test_what_is_finished_counts_and_the_rest_is_listed(tmp_path: Path, monkeypa
     (source / "other.json").write_text(results.as_json(summary))
     assert results.take(source) == ["brfl-0.1"]
     assert [path.name for path in kept.iterdir()] == ["brfl-0.1.json"]
+    # a commit that only the other machine had tells nobody anything
+    (source / "brfl-0.1.json").write_text(results.as_json({**summary, "commit": "0123456"}))
+    results.take(source)
+    assert json.loads((kept / "brfl-0.1.json").read_text())["commit"] == results.commit()
+
+
+def published(table: results.Table) -> dict[tuple[str, str], float]:
+    """The paper's numbers in a preset, by row and column as summaries name them."""
+    found = {}
+    for point, variant in Experiment.load(table.preset, table.changes).variants():
+        where = f", {' '.join(str(value) for value in point.values())}" if point else ""
+        pairs = [(method.title, adapter) for method in variant.method for adapter in method.adapters]
+        titles = titles_of([Row(method, adapter.title, ()) for method, adapter in pairs])
+        for method, adapter in pairs:
+            for key, number in adapter.published(variant.model_dump(by_alias=True)).items():
+                column = key.replace("after-local/", "after local ").replace("/unseen", " (unseen)") + where
+                found[row_of(titles[method, adapter.title]), column] = number
+    return found
+
+
+def row_of(title: str) -> str:
+    """Rows of an ablation have a number, whatever they were called later."""
+    return title.split()[0] if title[0].isdigit() else title
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in results.KEPT.glob("*.json")))
+def test_the_papers_numbers_in_summaries_are_those_of_the_presets(name: str) -> None:
+    """To the last digit, also in summaries that are older than the preset."""
+    summary, theirs = results.kept(name), published(TABLES[name])
+    assert summary is not None
+    told = {
+        (row_of(title), column): number["paper"]
+        for title, cells in summary["rows"].items()
+        for column, number in cells.items()
+        if "paper" in number
+    }
+    assert told == {place: theirs.get(place) for place in told}
 
 
 @pytest.mark.system

@@ -165,6 +165,17 @@ def commit() -> str:
     return told.stdout.strip()
 
 
+def has(name: str) -> bool:
+    """Whether the repository here has a commit; another machine may have made one of its own for its copy."""
+    try:
+        told = subprocess.run(
+            ["git", "cat-file", "-e", f"{name}^{{commit}}"], capture_output=True, cwd=HERE, check=False
+        )
+    except OSError:
+        return bool(name)  # nobody can tell
+    return told.returncode == 0
+
+
 def device() -> str:
     """What it was run on."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
@@ -195,7 +206,7 @@ def take(source: Path) -> list[str]:
     for path in sorted(source.glob("*.json")):
         summary = json.loads(path.read_text(encoding="utf-8"))
         if path.stem in known and summary["rows"]:
-            summary["commit"] = summary["commit"] or commit()
+            summary["commit"] = summary["commit"] if has(summary["commit"]) else commit()
             (KEPT / path.name).write_text(as_json(summary), encoding="utf-8")
             taken.append(path.stem)
     return taken
@@ -253,11 +264,11 @@ def section(table: Table) -> str:
         return "\n\n".join(parts)
     many = len(summary["seeds"])
     facts = f"{summary['rounds']} rounds, {many} seed{'s' if many > 1 else ''}, {summary['device']}"
-    rows = "these rows, then the time was over" if summary.get("not-run") else "all rows"
+    rows = ", then ".join(["these rows" if summary["not-run"] else "all rows", *filter(None, [summary.get("ended")])])
     took = f", {summary['seconds']} s for {rows}" if summary.get("seconds") else ""
     made = f"{summary['date']}{', commit ' + summary['commit'] if summary.get('commit') else ''}"
     parts.append(f"`{summary['command']}`: {facts}{took} ({made}).")
-    parts += [text] if (text := summary.get("before") or shortened(table, summary)) else []
+    parts += [text] if (text := " ".join(filter(None, [summary.get("before"), shortened(table, summary)]))) else []
     parts.append(as_markdown(summary))
     by = ranked_by(Comparison.of_json(summary))
     how = f"Ranked by {by}." if by else "Ranked as the paper scores each row."
@@ -285,7 +296,7 @@ def glance() -> str:
         "",
         "table",
         "first here",
-        "first in the paper",
+        "the paper's first of them",
         "the system's headline (paper)",
         "told apart from the others",
         "run",
@@ -301,16 +312,18 @@ def glance() -> str:
             found = Comparison.of_json(summary)
             own = found.headline.get(page.system)
             tied = f"not from {', '.join(found.tied)}" if found.tied else "yes" if found.differences else ""
-            many = len(summary["seeds"])
-            run = (
-                f"{many} seed{'s' if many > 1 else ''}, {summary['date']}{', earlier' if summary.get('before') else ''}"
-            )
+            many, rows = len(summary["seeds"]), len(summary["rows"])
+            part = f"{rows} of {rows + len(summary['not-run'])} rows, " if summary["not-run"] else ""
+            earlier = ", earlier" if summary.get("before") else ""
+            run = f"{part}{many} seed{'s' if many > 1 else ''}, {summary['date']}{earlier}"
             lines.append([where, table.title, found.first, found.first_in_paper, shown(own), tied, run])
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return (
         "<!-- made by `python docs/generate.py --results`: edit docs/builder/results.py -->\n\n# What we measured\n\n"
-        "The tables of five papers, run by `benchmarks/reproduce.py`, which writes the JSON files beside these pages; "
-        "misses stand beside hits, and what was not run is listed.\n\n"
+        "The tables of five papers: `benchmarks/reproduce.py` runs them and writes the JSON files beside these pages. "
+        "Misses stand beside hits, and what was not run is listed. *First here* is the first of the rows that were run. "
+        "*Told apart* means by more than clients and seeds differ; with one seed that is clients alone. *Earlier* runs "
+        "were made by hand, before changes that their page names, and wait to be run again.\n\n"
         + table
         + "\n\n[Our own adapters](ours.md) have a page too.\n"
     )

@@ -78,7 +78,7 @@ def test_rows_are_ranked_by_the_papers_mean_and_told_apart_in_pairs(result: Resu
     assert set(table.tied) == {title for title, found in table.differences.items() if found["low"] <= 0}
     first, second = table.sentences()
     assert first.startswith(f"First here: {table.first} with ")
-    assert "first in the paper: TENT with 70.2" in first
+    assert "the paper's first of these rows: TENT with 70.2" in first
     assert second.startswith(f"It is above {3 - len(table.tied)} of 3 other rows by more than noise")
 
 
@@ -116,4 +116,4 @@ def test_without_published_numbers_nothing_is_said(tmp_path: Path) -> None:
 def test_a_command_says_who_is_first(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "first in the paper: TENT with 70.2" in command(monkeypatch, capsys, "show", runs)
+    assert "the paper's first of these rows: TENT with 70.2" in command(monkeypatch, capsys, "show", runs)

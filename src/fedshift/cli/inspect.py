@@ -18,7 +18,7 @@ def inspect(
     samples: Annotated[int, typer.Option(help="Images of each client whose features are compared.")] = 200,
     select: Annotated[str, typer.Option(help="Whose state: best-val or last.")] = "best-val",
     model: Annotated[
-        str, typer.Option(help="deployed, or global: the model a new client would get, for everybody.")
+        str, typer.Option(help="deployed, or global: the model an unseen client would get, for everybody.")
     ] = "deployed",
     steps: Annotated[
         int, typer.Option(help="FedTTA: also follow so many steps of adaptation, as the paper's Fig. 2.")

@@ -50,8 +50,8 @@ class ODPFL(Method):
     network as other methods do.
 
     Our choices, where paper and code are silent: BatchNorm statistics are averaged as in FedAvg. Deployed clients are
-    described by their training images, unseen clients by all their test images as they are: by those they are tested on
-    in a stream ``original``, and also where a stream shows a part of them, or corrupts them. No spectral norm. The rates
+    described by their training images, unseen clients by the images they are tested on, anew for each stream that shows
+    a part of them or changes them; their artefacts are of all their test images as they are. No spectral norm. The rates
     are FedTTA's for CIFAR-10 (MNIST: 0.5 and 0.5).
     """
 

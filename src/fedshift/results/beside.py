@@ -73,7 +73,9 @@ class Comparison:
         if self.first_in_paper:
             theirs = self.headline[self.first_in_paper]
             here = "" if self.first == self.first_in_paper else f", here {theirs.mean:.1f}"
-            said = [f"{said[0][:-1]}; first in the paper: {self.first_in_paper} with {theirs.paper:.1f}{here}."]
+            said = [
+                f"{said[0][:-1]}; the paper's first of these rows: {self.first_in_paper} with {theirs.paper:.1f}{here}."
+            ]
         if self.differences:
             apart = len(self.differences) - len(self.tied)
             told = f"It is above {apart} of {len(self.differences)} other rows by more than noise"

@@ -18,6 +18,7 @@ from fedshift.runs.answers import names_of
 from fedshift.runs.calibrate import calibrated
 from fedshift.runs.code import code_digest
 from fedshift.runs.deployment import Deployment, Snapshot
+from fedshift.runs.described import remade_by_stream
 from fedshift.runs.features import lacking, save_features
 from fedshift.runs.keep_predictions import keep_predictions, lacks_predictions
 from fedshift.runs.measuring import measured
@@ -176,11 +177,15 @@ def _scored_by(
     """An adapter on every stream (or its twin); models that were just trained on labels are scored as they are."""
     adapters = job.setup.adapters(spec, session.context(number))
     plain = [served for served in offered if served.deployable or spec.name == "none"]
-    return [
-        (served, session.evaluate(adapters, served.trees, list(task.streams), task))
-        for served in plain
-        for task in [twin_of(job, served.population) if twins else job.task]
-    ]
+    found: list[tuple[Served, dict[tuple[str, str], Score]]] = []
+    for served in plain:
+        task = twin_of(job, served.population) if twins else job.task
+        common = [stream for stream in task.streams if stream not in served.remade]
+        scores = session.evaluate(adapters, served.trees, common, task) if common else {}
+        for stream, make in served.remade.items():
+            scores |= session.evaluate(adapters, make(), [stream], task)
+        found.append((served, scores))
+    return found
 
 
 def _rows(
@@ -300,7 +305,8 @@ def _models(job: Job, session: Session, state: State, deployment: Deployment, sa
         models.append(Served("after-local", "clients", session.after_local(state)))
     if job.task.unseen:
         trees = session.unseen(deployment)
-        models.append(Served(job.model, "unseen", trees, deployment.given_bytes))
+        remade = remade_by_stream(session, deployment, job.task)
+        models.append(Served(job.model, "unseen", trees, deployment.given_bytes, remade))
         if not trees:
             say.note(f"{job.setup.spec.title} has nothing to give to unseen clients; that row is left out")
     return [served for served in models if served.trees]

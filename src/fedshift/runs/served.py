@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from fedshift.core.tree import Tree
+
+Make: TypeAlias = Callable[[], Mapping[str, Tree]]
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,7 @@ class Served:
     population: str  # clients or unseen
     trees: Mapping[str, Tree]
     published: int = 0  # bytes that clients gave once, at the end
+    remade: Mapping[str, Make] = field(default_factory=dict)  # by stream: how to make others for it
 
     @property
     def deployable(self) -> bool:

@@ -11,6 +11,7 @@ from fedshift.data.task import Task
 from fedshift.errors import UserError
 from fedshift.runs.calibrate import as_unseen
 from fedshift.runs.deployment import Deployment
+from fedshift.runs.described import remade_by_stream
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
 from fedshift.runs.served import Served
@@ -37,5 +38,7 @@ def twin_models(job: Job, session: Session, deployment: Deployment) -> list[Serv
     tested = any(len(client.test) for client in job.task.clients)
     models = [Served(job.model, "clients", deployment.trained())] if tested else []
     if job.task.unseen:
-        models.append(Served(job.model, "unseen", session.unseen(deployment, twin_of(job, "unseen"))))
+        twin = twin_of(job, "unseen")
+        remade = remade_by_stream(session, deployment, twin)
+        models.append(Served(job.model, "unseen", session.unseen(deployment, twin), remade=remade))
     return [served for served in models if served.trees]
