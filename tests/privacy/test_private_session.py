@@ -132,7 +132,8 @@ REFUSED = {
     "whose range is clip": {"privacy": {"secure": True}},
     "secure or compress, not both": {"privacy": {"clip": 1.0, "secure": True, "compress": "int8"}},
     "sampling hides nobody": {"privacy": {"clip": 1.0, "noise": 1.0, "secure": True, "sampling": "poisson"}},
-    "least must be more than half": {"privacy": {"clip": 1.0, "secure": True, "least": 2}},
+    "so sampling hides": {"privacy": {"clip": 1.0, "secure": True, "sampling": "poisson"}, "participation": 0.9},
+    "least must be 3 or more, more than half": {"privacy": {"clip": 1.0, "secure": True, "least": 2}},
     "has no option 'clipping'": {"privacy": {"clipping": 1.0}},
     "stay at home here": {"method": [{"name": "fedavg", "adapters": ["prior-em"]}]},
 }
@@ -144,6 +145,14 @@ def test_what_would_travel_unprotected_is_refused_in_a_sentence(words: str) -> N
     with pytest.raises(UserError, match=words) as said:
         make_setup(made, made.method[0], TASK)
     assert str(said.value).count(". ") == 0
+
+
+def test_no_sum_of_two_is_ever_learnt() -> None:
+    """Of two survivors each could take itself off their sum: the mean is published."""
+    assert [Privacy(clip=1.0, secure=True).threshold(parties) for parties in (1, 2, 3, 4, 5, 9)] == [3, 3, 3, 3, 4, 6]
+    made = experiment(privacy={"clip": 1.0, "secure": True, "least": 2})
+    with pytest.raises(UserError, match="3 or more"):
+        make_setup(made, made.method[0], ragged_task((9, 7, 5)))  # two are more than half of three
 
 
 def test_every_row_of_the_preset_keeps_what_it_promises() -> None:

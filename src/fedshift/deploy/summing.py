@@ -22,7 +22,6 @@ from fedshift.privacy.noise import secret
 from fedshift.privacy.secure_sum import Keys, Member, total_of
 from fedshift.privacy.settings import Privacy
 from fedshift.privacy.upload import code_of, words_of
-from fedshift.runs.private import FEWEST
 
 SUM, KEYS, LETTERS, SHARES, WORDS = "sum", "keys", "letters", "shares", "words"
 
@@ -95,8 +94,6 @@ class Summand:
 
     def _member(self, aside: Mapping[str, Tree], number: int, parties: int) -> Member:
         """Itself; how many must survive it works out for itself."""
-        if parties < FEWEST:
-            raise UserError(f"a sum of {parties} parties tells too much of each; it takes {FEWEST} or more")
         own = {name: _bytes(leaf) for name, leaf in aside["own"]["secrets"].items()}
         return Member(number, self.privacy.threshold(parties), self.session, **own)
 

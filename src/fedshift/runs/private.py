@@ -15,9 +15,7 @@ from fedshift.core.options import parse_options
 from fedshift.core.registry import ADAPTERS, construct
 from fedshift.errors import UserError
 from fedshift.experiment.schema import Experiment, MethodSpec
-from fedshift.privacy.settings import Privacy
-
-FEWEST = 3  # of two parties each could take itself off the sum
+from fedshift.privacy.settings import FEWEST, Privacy
 
 
 class Case(NamedTuple):
@@ -104,8 +102,11 @@ def _of_secure(case: Case) -> Iterator[str]:
     threshold = privacy.threshold(parties)
     if parties < FEWEST:
         yield f"secure: a sum of {parties} clients tells too much of each; it takes {FEWEST} or more"
-    elif not parties / 2 < threshold <= parties:
-        yield f"secure: least must be more than half of the {parties} clients of a round and not more than all"
+    elif not (parties / 2 < threshold <= parties and threshold >= FEWEST):
+        yield (
+            f"secure: least must be {FEWEST} or more, more than half of the {parties} clients of a round and not more "
+            "than all"
+        )
 
 
 def affordable(privacy: Privacy, participation: float, rounds: int, method: Method) -> int:
