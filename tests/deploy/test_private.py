@@ -11,9 +11,13 @@ import torch
 from scipy.stats import chisquare
 
 from fedshift.deploy.leaving import facts, leaving
+from fedshift.deploy.memory import Memory
 from fedshift.deploy.packet import Packet
 from fedshift.deploy.records import from_records, to_records
+from fedshift.deploy.summing import Summand
 from fedshift.errors import UserError
+from fedshift.privacy.accountant import Accountant
+from fedshift.privacy.settings import Privacy
 from fedshift.store.folder import RunFolder
 from tests.deploy.parties import TRAIN, InProcess, whole_task
 from tests.test_engines_agree import gap
@@ -123,6 +127,93 @@ def test_noise_is_secret_and_counted(tmp_path: Path) -> None:
         assert len(rounds) == 3  # the budget
         assert rounds[-1].server["epsilon"] <= 2.6
     assert gap(ends[0].server, ends[1].server) > 0.01  # the same seed, other noise
+
+
+@pytest.mark.parametrize("last", [2, 3])  # three rounds are affordable
+@pytest.mark.parametrize(("secure", "phase"), [(True, "train.unmask"), (False, "train.train")], ids=["secure", "open"])
+@pytest.mark.usefixtures("uncounted")
+def test_a_sum_that_was_known_before_the_server_was_killed_counts(
+    tmp_path: Path, secure: bool, phase: str, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its noise is not drawn again: the round that is asked for again tells more, and the budget has one round less."""
+    own = federation(tmp_path / "f", {"clip": 0.5, "noise": 3.0, "epsilon": 2.6, "secure": secure}, rounds=5)
+    kept = RunFolder.checkpoint
+
+    def killed(self: RunFolder, state: Any, progress: Any) -> None:
+        if state.round == last:
+            raise KeyboardInterrupt
+        kept(self, state, progress)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "checkpoint", killed)
+        with pytest.raises(KeyboardInterrupt):
+            own.run()
+    asked: list[str] = []
+    own.tamper = lambda _, message, reply: asked.append(message.metadata.message_type) or reply
+    folder, notes = own.run(resume=True)
+    rounds = folder.history().rounds
+    assert len(rounds) == 2  # one is lost
+    assert asked.count(phase) == 3 * (last == 2)  # the last one is not asked for again
+    spent = Accountant(3.0, 1.0, 1e-5).epsilon(3)
+    costs = folder.costs()
+    assert costs is not None
+    assert costs.epsilon == pytest.approx(spent)
+    assert rounds[-1].server["epsilon"] <= spent <= 2.6
+    assert any("is enough for 2 of 5 rounds" in note for note in notes)
+    before = len(asked)
+    again, _ = own.run(resume=True)  # nothing is left to do, and nothing is told
+    assert phase not in asked[before:]
+    assert again.history().rounds == rounds
+
+
+@pytest.mark.usefixtures("uncounted")
+def test_a_round_that_failed_before_its_sum_was_known_costs_nothing(tmp_path: Path) -> None:
+    own = federation(tmp_path / "f", {"clip": 0.5, "noise": 3.0, "epsilon": 2.6, "secure": True}, rounds=5)
+    own.tamper = lambda name, message, reply: (
+        None if name == "client-1" and message.metadata.message_type == "train.mask" else reply
+    )
+    with pytest.raises(
+        UserError, match=r"round 1: a secure summation needs 3 parties; 2 are left; go on with .* --resume"
+    ):
+        own.run()
+    own.tamper = None
+    folder, _ = own.run(resume=True)
+    assert len(folder.history().rounds) == 3
+
+
+@pytest.mark.usefixtures("uncounted")
+def test_too_few_for_a_sum_are_asked_again(tmp_path: Path) -> None:
+    own = federation(
+        tmp_path / "f", {"clip": 50.0, "secure": True}, rounds=1
+    )  # of three parties, who all must be there
+    away = ["client-1"]
+    own.tamper = lambda name, message, reply: (
+        None if message.metadata.message_type == "train.train" and name in away and away.pop() else reply
+    )
+    folder, notes = own.run()
+    assert folder.history().rounds[0].participants == 3
+    assert any("2 of at least 3 sound replies; asking again" in note for note in notes)
+    assert any("'client-1' is left out (train, round 1)" in note for note in notes)
+
+
+def test_every_phase_of_a_summation_is_answered_once(tmp_path: Path) -> None:
+    """A second answer to the same question would have other noise under the same masks."""
+    privacy = Privacy(clip=1.0, noise=1.0, secure=True)
+    parties = [Summand(privacy, Memory(tmp_path / str(k)), b"x") for k in range(3)]
+    keys = {f"{k}/{kind}": key for k, party in enumerate(parties)
+            for kind, key in party.advertise(torch.zeros(5))["keys"].items()}  # fmt: skip
+    share = [Packet("share", {"number": k}, {"keys": keys}) for k in range(3)]
+    letters = [party.share(packet)["letters"] for party, packet in zip(parties, share, strict=True)]
+    mask = [Packet("mask", {}, {"letters": {str(j): own[str(k)] for j, own in enumerate(letters)}}) for k in range(3)]
+    for party, packet in zip(parties, mask, strict=True):
+        party.mask(packet)
+    for phase, packet in (("share", share[0]), ("mask", mask[0])):
+        with pytest.raises(UserError, match="nothing to add"):
+            getattr(parties[0], phase)(packet)
+    unmask = Packet("unmask", {"survivors": [0, 1, 2]})
+    assert len(parties[0].unmask(unmask)["shares"]) == 3
+    with pytest.raises(UserError, match="nothing to add"):
+        parties[0].unmask(unmask)
 
 
 def test_what_would_leave_is_shown_as_it_leaves(tmp_path: Path) -> None:

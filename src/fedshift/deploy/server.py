@@ -9,6 +9,7 @@ from typing import Any
 
 from fedshift.deploy.engine import Exchange, Remote, without_handle
 from fedshift.deploy.federation import Federation
+from fedshift.deploy.openings import Openings
 from fedshift.deploy.packet import Packet
 from fedshift.deploy.session import ServerJob, pinned
 from fedshift.engines.base import Compute
@@ -29,7 +30,8 @@ def job_of(federation: Federation, sizes: Mapping[str, int], out: Path) -> Serve
     setup = federation.setup(task)
     config = config_of(experiment, spec, {}, seed, task, setup)
     folder = RunFolder.of(out, federation.spec.name, spec.title, seed, config)
-    return ServerJob(experiment, {}, setup, task, seed, folder, config, Twin(experiment, seed, task))
+    twin = Twin(experiment, seed, task)
+    return ServerJob(experiment, {}, setup, task, seed, folder, config, twin, Openings(folder).lost)
 
 
 def carry_out(federation: Federation, exchange: Exchange, out: Path, resume: bool, say: Reporter) -> RunFolder:
@@ -46,6 +48,7 @@ def carry_out(federation: Federation, exchange: Exchange, out: Path, resume: boo
         len(federation.names),
         note=lambda text: say.note(f"{job.title}: {text}"),
         keep=lambda name: pinned(job.folder.path).get(name, ()),
+        opening=Openings(job.folder).add if job.setup.privacy and job.setup.privacy.noise else lambda: None,
     )
     with steady():
         finish([job], engine, compute, resume, say)

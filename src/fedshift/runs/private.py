@@ -109,17 +109,20 @@ def _of_secure(case: Case) -> Iterator[str]:
         )
 
 
-def affordable(privacy: Privacy, participation: float, rounds: int, method: Method) -> int:
-    """How many of the rounds the budget is enough for, with what is given away after them."""
+def affordable(privacy: Privacy, participation: float, rounds: int, method: Method, lost: int = 0) -> int:
+    """How many of the rounds the budget is enough for, with what is given away after them.
+
+    ``lost``: rounds that have told something and are not among those that count, because they were asked for again.
+    """
     if privacy.epsilon is None:
         return rounds
     accountant = privacy.accounted(participation)
-    return accountant.affordable(privacy.epsilon, rounds, of_all=int(gives(method)))
+    return max(0, accountant.affordable(privacy.epsilon, rounds + lost, of_all=int(gives(method))) - lost)
 
 
-def told_by(privacy: Privacy, participation: float, rounds: int, method: Method) -> dict[str, float]:
-    """What so many rounds tell about a client, if they are all: with what is given away after them."""
-    return {"epsilon": privacy.accounted(participation).epsilon(rounds, of_all=int(gives(method)))}
+def told_by(privacy: Privacy, participation: float, rounds: int, method: Method, lost: int = 0) -> dict[str, float]:
+    """What so many rounds tell about a client, if they are all: with those ``lost``, and what is given away after them."""
+    return {"epsilon": privacy.accounted(participation).epsilon(rounds + lost, of_all=int(gives(method)))}
 
 
 def lots(seed: int, round_: int, clients: int) -> list[float]:

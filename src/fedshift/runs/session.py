@@ -50,10 +50,12 @@ class Session:
         participation: float = 1.0,
         note: Callable[[str], object] = lambda _: None,
         moved: Callable[[float, bool], object] = lambda _share, _training: None,
+        lost: int = 0,
     ) -> None:
         self._note, self._moved = note, moved
         self.setup, self.task, self.engine, self.compute = setup, task, engine, compute
         self.seed, self.rounds, self.participation = seed, rounds, participation
+        self.lost = lost  # rounds that have told something about clients, and were run again
         self.training = setup.method.prepare_task(task)  # whose clients train
         self._resident = resident_peak()
         self.initial = setup.initial(seed, compute)  # what everybody starts from, by architecture
@@ -311,7 +313,9 @@ class Session:
     def _spent(self, rounds: int, delivered: Delivered) -> dict[str, float]:
         """What so many rounds have told about a client, where that is counted."""
         privacy = self.setup.privacy
-        return told_by(privacy, self.participation, rounds, self.setup.method) if privacy and delivered.noisy else {}
+        if privacy is None or not delivered.noisy:
+            return {}
+        return told_by(privacy, self.participation, rounds, self.setup.method, self.lost)
 
     def _noise(self) -> Noise:
         """Where noise comes from: a study can be repeated."""
