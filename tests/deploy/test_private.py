@@ -14,6 +14,7 @@ from fedshift.deploy.leaving import facts, leaving
 from fedshift.deploy.memory import Memory
 from fedshift.deploy.packet import Packet
 from fedshift.deploy.records import from_records, to_records
+from fedshift.deploy.server import offer
 from fedshift.deploy.summing import Summand
 from fedshift.errors import UserError
 from fedshift.privacy.accountant import Accountant
@@ -194,6 +195,29 @@ def test_too_few_for_a_sum_are_asked_again(tmp_path: Path) -> None:
     assert folder.history().rounds[0].participants == 3
     assert any("2 of at least 3 sound replies; asking again" in note for note in notes)
     assert any("'client-1' is left out (train, round 1)" in note for note in notes)
+
+
+@pytest.mark.parametrize("hides", [True, False])
+@pytest.mark.usefixtures("uncounted")
+def test_who_gets_the_model_is_not_told_who_took_part(tmp_path: Path, hides: bool) -> None:
+    """Sampling hides a client only from those who do not know who was drawn, and who diverged says something of data."""
+    hidden = {"clip": 0.5, "noise": 3.0, "sampling": "poisson"}
+    own = federation(tmp_path / "f", hidden if hides else {"clip": 0.5}, participation=0.7, rounds=3)
+    done, _ = own.run()
+    offer(done, tmp_path / "offer")
+    offered = RunFolder(tmp_path / "offer")
+    told, kept = offered.history(), done.history()
+    assert len(told.rounds) == len(kept.rounds) == 3
+    assert told.evaluations == kept.evaluations
+    assert [line.server for line in told.rounds] == [line.server for line in kept.rounds]
+    assert any(line.participants for line in kept.rounds)
+    assert (told.rounds == kept.rounds) == (not hides)
+    if hides:
+        assert {(line.participants, line.bytes_up, line.bytes_down, line.seconds) for line in told.rounds} == {
+            (0, 0, 0, 0.0)
+        }
+        texts = [path.read_text() for path in offered.path.rglob("*.jsonl")]
+        assert not any(client.name in text for client in own.task.clients for text in texts)
 
 
 def test_every_phase_of_a_summation_is_answered_once(tmp_path: Path) -> None:

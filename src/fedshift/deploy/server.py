@@ -16,11 +16,13 @@ from fedshift.engines.base import Compute
 from fedshift.engines.torch_flags import steady
 from fedshift.experiment.schema import AdapterSpec
 from fedshift.runs.finish import finish
-from fedshift.runs.identity import config_of
+from fedshift.runs.identity import config_of, experiment_of
 from fedshift.runs.new_folder import new_folder
 from fedshift.runs.plan import Twin, check_unfinished, check_writable
+from fedshift.runs.private import privacy_of
 from fedshift.runs.progress import Reporter
-from fedshift.store.folder import RunFolder
+from fedshift.store.folder import CONFIG, DONE, METRICS, SNAPSHOT, RunFolder, read_config
+from fedshift.store.lines import RoundLine, line_of
 
 
 def job_of(federation: Federation, sizes: Mapping[str, int], out: Path) -> ServerJob:
@@ -85,10 +87,13 @@ def _entry(spec: AdapterSpec) -> dict[str, Any]:
 
 
 def offer(folder: RunFolder, target: Path) -> None:
-    """Put what an unseen party needs of a finished run into a folder of its own; no state of any party is in it."""
+    """Put what an unseen party needs of a finished run into a folder of its own; no state of any party is in it.
+
+    Where ``[privacy]`` hides single parties, nothing in it says who took part in a round, or how many.
+    """
     if target.is_dir():
         return
-    names = ("config.toml", "metrics.jsonl", "done", "snapshot.safetensors")
+    names = (CONFIG, METRICS, DONE, SNAPSHOT)
     files = [folder.path / name for name in names]
     files += [*folder.path.glob("snapshots/*"), *folder.path.glob("adapters/*.jsonl")]
     with new_folder(target) as place:
@@ -96,3 +101,15 @@ def offer(folder: RunFolder, target: Path) -> None:
             copy = place / path.relative_to(folder.path)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copy)
+        if _hides(folder):
+            offered = RunFolder(place)
+            offered.write(METRICS, "")
+            for number, line in enumerate(map(line_of, folder.lines()), 1):
+                blank = RoundLine(line.round, server=line.server) if isinstance(line, RoundLine) else line
+                offered.log(blank, number)
+
+
+def _hides(folder: RunFolder) -> bool:
+    experiment = experiment_of(read_config(folder.path), folder.path)
+    privacy = privacy_of(experiment, experiment.method[0])
+    return privacy is not None and privacy.sums
