@@ -100,6 +100,17 @@ def test_noise_has_the_size_that_is_counted() -> None:
     assert_close(again.server, noisy.server, 0.0)  # a study can be repeated
 
 
+def test_noise_on_gifts_makes_no_variance_negative() -> None:
+    """FedBN keeps BatchNorm at home while it trains, and gives it away in the end: unseen clients start from it."""
+    own = session("fedbn", Privacy(clip=1.0, noise=20.0), rounds=1)
+    assert own.setup.method.arch.has_batch_norm
+    state, _ = federated(own)
+    gifts = own.deploy(state).server["gifts"]
+    variances = torch.cat([leaf for name, leaf in gifts.items() if name.endswith("running_var")])
+    assert float(variances.min()) == 0.0  # noise of this size would have made some negative
+    assert any(bool((leaf < 0).any()) for name, leaf in gifts.items() if name.endswith("running_mean"))
+
+
 def test_poisson_sampling_takes_everybody_alike_and_sometimes_nobody() -> None:
     own = session("fedthe", Privacy(clip=1.0, noise=1.0, sampling="poisson"), participation=0.2)
     rounds = [[client.name for client in own.participants(number)] for number in range(400)]

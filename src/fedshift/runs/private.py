@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fedshift.core import rng
 from fedshift.core.context import Context
 from fedshift.core.method import Method
 from fedshift.core.options import parse_options
 from fedshift.core.registry import ADAPTERS, construct
+from fedshift.core.tree import Tree
 from fedshift.errors import UserError
 from fedshift.experiment.schema import Experiment, MethodSpec
 from fedshift.privacy.settings import FEWEST, Privacy
@@ -138,6 +140,21 @@ def lots(seed: int, round_: int, clients: int) -> list[float]:
 def gives(method: Method) -> bool:
     """Whether clients give something away after the last round, which is one more message of each."""
     return type(method).settle is not Method.settle
+
+
+def possible(gifts: Mapping[str, Tree], method: Method) -> dict[str, Tree]:
+    """What clients gave away, as far as it can be: a variance that noise has made negative is zero.
+
+    That costs no epsilon, because nobody looks at data for it.
+    """
+
+    def mended(name: str, leaf: Tensor) -> Tensor:
+        return leaf.clamp(min=0) if name in method.arch.norm and name.endswith("running_var") else leaf
+
+    return {
+        client: {slot: {name: mended(name, leaf) for name, leaf in leaves.items()} for slot, leaves in gift.items()}
+        for client, gift in gifts.items()
+    }
 
 
 def _first(case: Case) -> Context:

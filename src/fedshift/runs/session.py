@@ -29,7 +29,7 @@ from fedshift.privacy.noise import Noise, seeded
 from fedshift.privacy.upload import UNSENT
 from fedshift.runs.deployment import Deployment
 from fedshift.runs.memory import memory_so_far, resident_peak
-from fedshift.runs.private import lots, told_by
+from fedshift.runs.private import lots, possible, told_by
 from fedshift.runs.round import Begun, RoundReport, phases_of, work_in
 from fedshift.runs.setup import Setup
 from fedshift.runs.uploads import Delivered, Sent, Uploads
@@ -169,11 +169,12 @@ class Session:
         given = {name: gifts[name] for name in state.locals if gifts.get(name)}
         common = {name: {"model": self.initial[self.arch_of(self.task.client(name))]} for name in given}
         delivered = self.uploads.given(Sent(given, common), ("gifts", state.round), len(clients))
+        taken = possible(delivered.ups, self.setup.method) if delivered.noisy else delivered.ups
         return Deployment(
             setup=self.setup,
             ctx=ctx,
             seed=self.seed,
-            server=self.setup.method.take_gifts(state.server, delivered.ups),
+            server=self.setup.method.take_gifts(state.server, taken),
             locals=own,
             networks={client.name: self.arch_of(client) for client in (*clients, *self.task.unseen)},
             given_bytes=delivered.bytes_up,
