@@ -10,6 +10,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from fedshift.deploy.checks import entries
 from fedshift.deploy.leaving import facts, leaving
 from fedshift.deploy.memory import Memory
 from fedshift.deploy.packet import Packet
@@ -79,6 +80,10 @@ def test_the_server_sees_no_upload_no_loss_no_size_and_no_counts(
     sent = sum(leaf.nbytes for p in heard if p.kind in ("train", "share", "mask", "unmask")
                for tree in p.tree.values() for leaf in tree.values())  # fmt: skip
     assert line.bytes_up == sent
+    first, *_ = leaving(own.party(own.task.clients[0]), own.federation)  # what a party was shown before
+    assert first.bytes * 3 == sent
+    mine = [p.tree for p in heard if p.facts.get("client") == "client-0" and p.kind not in ("hello", "evaluate")]
+    assert first.tensors == {key: entry for tree in mine for key, entry in entries(tree).items()}
 
 
 @pytest.mark.parametrize(
@@ -95,8 +100,12 @@ def test_a_party_lost_in_any_phase_is_survived(tmp_path: Path, phase: str) -> No
     )
     folder, notes = own.run()
     (line,) = folder.history().rounds
-    assert line.participants == (5 if phase == "train.unmask" else 4)
-    assert any("'client-1' is left out" in note for note in notes)
+    survivors = tuple(c for c in own.task.clients if phase == "train.unmask" or c.name != "client-1")
+    assert line.participants == len(survivors)
+    _, simulated = replace(own, task=replace(own.task, clients=survivors)).simulated()
+    assert gap(simulated.server, last_of(folder).server) <= 1e-6  # the mean is theirs
+    kind = phase.removeprefix("train.")
+    assert any(f"'client-1' is left out ({kind}, round 1)" in note for note in notes)
 
 
 @pytest.mark.usefixtures("uncounted")
@@ -241,14 +250,14 @@ def test_every_phase_of_a_summation_is_answered_once(tmp_path: Path) -> None:
 
 
 def test_what_would_leave_is_shown_as_it_leaves(tmp_path: Path) -> None:
-    for privacy, slot, tells in (
-        ({"clip": 1.0, "secure": True}, "masked", False),
-        ({"compress": "int8"}, "update", True),
+    for privacy, slots, tells in (
+        ({"clip": 1.0, "secure": True}, {"keys", "letters", "words", "shares"}, False),
+        ({"compress": "int8"}, {"update"}, True),
     ):
-        own = federation(tmp_path / slot, privacy)
+        own = federation(tmp_path / str(tells), privacy)
         party = own.party(own.task.clients[0])
         first, *rest = leaving(party, own.federation)
-        assert {entry.slot for entry in first.tensors.values()} == {slot}
+        assert {entry.slot for entry in first.tensors.values()} == slots
         assert bool(rest) == tells  # counts
         assert facts(party)["samples"] == (len(party.client.train) if tells else 1)
         assert ("training loss" in str(facts(party)["with every round"])) == tells

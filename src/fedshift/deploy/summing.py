@@ -20,8 +20,9 @@ from fedshift.deploy.packet import Kind, Packet
 from fedshift.errors import UserError
 from fedshift.privacy.compression import message_bytes
 from fedshift.privacy.noise import secret
-from fedshift.privacy.secure_sum import Keys, Member, total_of
+from fedshift.privacy.secure_sum import LETTER_BYTES, Keys, Member, total_of
 from fedshift.privacy.settings import Privacy
+from fedshift.privacy.sharing import SHARE_BYTES
 from fedshift.privacy.upload import code_of, words_of
 
 SUM, KEYS, LETTERS, SHARES, WORDS = "sum", "keys", "letters", "shares", "words"
@@ -30,6 +31,14 @@ SUM, KEYS, LETTERS, SHARES, WORDS = "sum", "keys", "letters", "shares", "words"
 def keys_like() -> Tree:
     """What a party answers when it has trained."""
     return {KEYS: {"masks": torch.zeros(32, dtype=torch.uint8), "letters": torch.zeros(32, dtype=torch.uint8)}}
+
+
+def sent_like(size: int, parties: int) -> Tree:
+    """What a party sends in all phases of one summation of vectors of this size, if everybody is there."""
+    letter, share = (torch.zeros(count, dtype=torch.uint8) for count in (LETTER_BYTES, SHARE_BYTES))
+    words = {WORDS: {WORDS: torch.zeros(size, dtype=torch.int32)}}
+    everybody = [str(number) for number in range(parties)]
+    return {**keys_like(), LETTERS: dict.fromkeys(everybody, letter), **words, SHARES: dict.fromkeys(everybody, share)}
 
 
 # ---- the party -----------------------------------------------------------------------------------------------------------
