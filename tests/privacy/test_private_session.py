@@ -17,10 +17,12 @@ from fedshift.engines.sequential import Sequential
 from fedshift.errors import UserError
 from fedshift.experiment.schema import Experiment, MethodSpec
 from fedshift.privacy.accountant import Accountant
+from fedshift.privacy.noise import seeded
 from fedshift.privacy.settings import Privacy
 from fedshift.privacy.upload import UNSENT
 from fedshift.runs.session import Session
 from fedshift.runs.setup import Setup, make_setup
+from fedshift.runs.uploads import Sent, Uploads
 from fedshift.store.state import State
 from fedshift.store.trees import load, save
 from tests.conftest import ragged_task, some_of, tiny_arch, tiny_train
@@ -122,6 +124,13 @@ def test_poisson_sampling_takes_everybody_alike_and_sometimes_nobody() -> None:
     after, report = own.step(state)  # there is noise all the same
     assert report.participants == report.bytes_up == 0
     assert not torch.equal(after.server["descriptor"]["global"], state.server["descriptor"]["global"])
+
+
+def test_a_counter_alone_does_not_travel_either() -> None:
+    up, down = ({"model": {"batches": torch.tensor(count)}} for count in (5, 1))
+    delivered = Uploads(Privacy(clip=1.0, noise=1.0), seeded(0), 1).delivered(Sent({"a": up}, {"a": down}), (0,))
+    assert delivered.ups == {"a": down}
+    assert not delivered.noisy
 
 
 def experiment(**more: Any) -> Experiment:

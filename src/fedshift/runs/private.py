@@ -75,7 +75,7 @@ def _of_noise(case: Case) -> Iterator[str]:
     if not privacy.noise:
         return
     if experiment.participation < 1 and privacy.sampling != "poisson":
-        yield 'noise is counted for all clients, or for sampling = "poisson"; set one of them, or participation = 1'
+        yield 'noise is counted where all clients take part, or by lot; set participation = 1, or sampling = "poisson"'
     if privacy.delta * case.clients >= 1:
         yield f"delta = {privacy.delta:g} would allow telling all of one client in {case.clients}; set a smaller one"
     if method.arch.has_batch_norm and not method.arch.norm <= method.private(_first(case)):
