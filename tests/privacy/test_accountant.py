@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from opacus.accountants import PRVAccountant, RDPAccountant
 
-from fedshift.privacy.accountant import Accountant
+from fedshift.privacy.accountant import Accountant, Mechanism
 
 DELTA = 1e-5
 
@@ -31,6 +31,12 @@ def test_the_tighter_accountant_is_opacus_too() -> None:
         theirs.step(noise_multiplier=1.0, sample_rate=0.1)
     assert Accountant(1.0, 0.1, DELTA, "prv").epsilon(5) == theirs.get_epsilon(DELTA)
     assert Accountant(1.0, 0.1, DELTA, "prv").epsilon(5) < Accountant(1.0, 0.1, DELTA).epsilon(5)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("mechanism", ["rdp", "prv"])
+def test_who_counts_says_nothing_beside(mechanism: Mechanism) -> None:
+    assert Accountant(4.0, 1.0, DELTA, mechanism).epsilon(21) > 0
 
 
 def test_a_budget_is_spent_to_the_last_round_and_never_exceeded() -> None:

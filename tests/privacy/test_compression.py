@@ -96,6 +96,14 @@ def test_places_that_cannot_be_are_refused_in_a_sentence(places: list[int]) -> N
         unpacked(Privacy(compress="top-k", keep=0.5), Frame.of({"model": {"w": torch.zeros(4)}}, {}), message)
 
 
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_scales_that_no_number_holds_are_refused_in_a_sentence(clip: float | None) -> None:
+    """Each is finite, and what they say is not."""
+    message = {UPDATE: {"scales": torch.full((1,), 1e38), "values": torch.full((4,), 127, dtype=torch.int8)}}
+    with pytest.raises(UserError, match="not finite"):
+        unpacked(Privacy(clip=clip, compress="int8"), Frame.of({"model": {"w": torch.zeros(4)}}, {}), message)
+
+
 def test_no_update_is_longer_than_agreed_also_with_what_was_left_before() -> None:
     privacy = Privacy(clip=1.0, compress="top-k", keep=0.5)
     up: Tree = {"model": {"w": torch.tensor([3.0, 4.0, 1.0, 0.0])}}

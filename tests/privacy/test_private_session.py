@@ -17,10 +17,12 @@ from fedshift.engines.sequential import Sequential
 from fedshift.errors import UserError
 from fedshift.experiment.schema import Experiment, MethodSpec
 from fedshift.privacy.accountant import Accountant
+from fedshift.privacy.noise import seeded
 from fedshift.privacy.settings import Privacy
 from fedshift.privacy.upload import UNSENT
 from fedshift.runs.session import Session
 from fedshift.runs.setup import Setup, make_setup
+from fedshift.runs.uploads import Sent, Uploads
 from fedshift.store.state import State
 from fedshift.store.trees import load, save
 from tests.conftest import ragged_task, some_of, tiny_arch, tiny_train
@@ -100,6 +102,17 @@ def test_noise_has_the_size_that_is_counted() -> None:
     assert_close(again.server, noisy.server, 0.0)  # a study can be repeated
 
 
+def test_noise_on_gifts_makes_no_variance_negative() -> None:
+    """FedBN keeps BatchNorm at home while it trains, and gives it away in the end: unseen clients start from it."""
+    own = session("fedbn", Privacy(clip=1.0, noise=20.0), rounds=1)
+    assert own.setup.method.arch.has_batch_norm
+    state, _ = federated(own)
+    gifts = own.deploy(state).server["gifts"]
+    variances = torch.cat([leaf for name, leaf in gifts.items() if name.endswith("running_var")])
+    assert float(variances.min()) == 0.0  # noise of this size would have made some negative
+    assert any(bool((leaf < 0).any()) for name, leaf in gifts.items() if name.endswith("running_mean"))
+
+
 def test_poisson_sampling_takes_everybody_alike_and_sometimes_nobody() -> None:
     own = session("fedthe", Privacy(clip=1.0, noise=1.0, sampling="poisson"), participation=0.2)
     rounds = [[client.name for client in own.participants(number)] for number in range(400)]
@@ -111,6 +124,13 @@ def test_poisson_sampling_takes_everybody_alike_and_sometimes_nobody() -> None:
     after, report = own.step(state)  # there is noise all the same
     assert report.participants == report.bytes_up == 0
     assert not torch.equal(after.server["descriptor"]["global"], state.server["descriptor"]["global"])
+
+
+def test_a_counter_alone_does_not_travel_either() -> None:
+    up, down = ({"model": {"batches": torch.tensor(count)}} for count in (5, 1))
+    delivered = Uploads(Privacy(clip=1.0, noise=1.0), seeded(0), 1).delivered(Sent({"a": up}, {"a": down}), (0,))
+    assert delivered.ups == {"a": down}
+    assert not delivered.noisy
 
 
 def experiment(**more: Any) -> Experiment:
@@ -132,7 +152,8 @@ REFUSED = {
     "whose range is clip": {"privacy": {"secure": True}},
     "secure or compress, not both": {"privacy": {"clip": 1.0, "secure": True, "compress": "int8"}},
     "sampling hides nobody": {"privacy": {"clip": 1.0, "noise": 1.0, "secure": True, "sampling": "poisson"}},
-    "least must be more than half": {"privacy": {"clip": 1.0, "secure": True, "least": 2}},
+    "so sampling hides": {"privacy": {"clip": 1.0, "secure": True, "sampling": "poisson"}, "participation": 0.9},
+    "least must be 3 or more, more than half": {"privacy": {"clip": 1.0, "secure": True, "least": 2}},
     "has no option 'clipping'": {"privacy": {"clipping": 1.0}},
     "stay at home here": {"method": [{"name": "fedavg", "adapters": ["prior-em"]}]},
 }
@@ -144,6 +165,14 @@ def test_what_would_travel_unprotected_is_refused_in_a_sentence(words: str) -> N
     with pytest.raises(UserError, match=words) as said:
         make_setup(made, made.method[0], TASK)
     assert str(said.value).count(". ") == 0
+
+
+def test_no_sum_of_two_is_ever_learnt() -> None:
+    """Of two survivors each could take itself off their sum: the mean is published."""
+    assert [Privacy(clip=1.0, secure=True).threshold(parties) for parties in (1, 2, 3, 4, 5, 9)] == [3, 3, 3, 3, 4, 6]
+    made = experiment(privacy={"clip": 1.0, "secure": True, "least": 2})
+    with pytest.raises(UserError, match="3 or more"):
+        make_setup(made, made.method[0], ragged_task((9, 7, 5)))  # two are more than half of three
 
 
 def test_every_row_of_the_preset_keeps_what_it_promises() -> None:

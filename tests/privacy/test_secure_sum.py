@@ -112,6 +112,17 @@ def test_a_party_refuses_to_open_what_the_server_must_not_know() -> None:
     assert set(opened) == {0, 1}  # one share of each party, of its own mask or of its pairwise secret
 
 
+def test_the_server_learns_one_secret_of_every_party_and_never_both() -> None:
+    """Party 2 dealt its letters and was lost: its pairwise secret is opened, and of the others their own masks."""
+    members = [Member(k, 2, b"x") for k in range(3)]
+    keys = {k: member.advertise() for k, member in enumerate(members)}
+    sent = {k: member.share(keys) for k, member in enumerate(members)}
+    opened = [members[k].unmask(keys, {j: one[k] for j, one in sent.items()}, {0, 1}) for k in (0, 1)]
+    for party, member in enumerate(members):
+        found = secret_of({k: opened[k][party] for k in (0, 1)})
+        assert found == (member.mask_secret if party == 2 else member.own_mask)
+
+
 def test_numbers_are_added_to_within_half_a_step_each() -> None:
     code = FixedPoint(bound=2.0, parties=20)
     vectors = [torch.linspace(-2, 2, 1001, dtype=torch.float64) * (k / 19) for k in range(20)]

@@ -22,6 +22,8 @@ from fedshift.privacy.upload import packed, unpacked
 from fedshift.runs.artefact import settings_of
 from fedshift.runs.setup import Setup
 
+GO_ON = "go on with fedshift deploy run --resume once more of them are there"
+
 
 class Exchange(Protocol):
     """How packets get to parties and answers come back."""
@@ -54,6 +56,7 @@ class Remote:
     clients: int
     note: Callable[[str], object] = field(default=print, repr=False)
     keep: Callable[[str], Sequence[int]] = field(default=lambda _: (), repr=False)  # local states to come back to
+    opening: Callable[[], object] = field(default=lambda: None, repr=False)  # called before a sum with noise is known
 
     def train(
         self, method: Method, downs: Mapping[str, Tree], locals: Mapping[str, Tree], task: Task, plan: Plan
@@ -68,7 +71,7 @@ class Remote:
             for name, down in downs.items()
         }
         sound: dict[str, Packet] = {}
-        least = 0 if plan.ctx.ending else min(self.terms.least, len(packets))
+        least = 0 if plan.ctx.ending else min(self._least, len(packets))
         for attempt in range(self.terms.attempts):
             waiting = {name: packet for name, packet in packets.items() if name not in sound}
             sound |= self._sound(method, task, plan, waiting)
@@ -78,8 +81,7 @@ class Remote:
                 self.note(f"round {plan.ctx.round + 1}: {len(sound)} of at least {least} sound replies; asking again")
         else:
             raise UserError(
-                f"round {plan.ctx.round + 1}: {len(sound)} of at least {least} parties gave a sound reply; go on with "
-                "fedshift deploy run --resume once more of them are there"
+                f"round {plan.ctx.round + 1}: {len(sound)} of at least {least} parties gave a sound reply; {GO_ON}"
             )
         replies = {name: self._reply(sound[name], plan.ctx, locals[name]) for name in downs if name in sound}
         if not self._secure or plan.ctx.ending:
@@ -146,6 +148,12 @@ class Remote:
     def _secure(self) -> bool:
         return self.setup.privacy is not None and self.setup.privacy.secure
 
+    @property
+    def _least(self) -> int:
+        """How many sound replies a round needs: a secure summation takes some, however few it is among."""
+        privacy = self.setup.privacy
+        return max(self.terms.least, privacy.threshold(1)) if privacy and privacy.secure else self.terms.least
+
     def _message(self, up: Tree, down: Tree, ctx: Context) -> Tree:
         """What an upload looks like when it arrives."""
         if self.setup.privacy is None or ctx.ending:
@@ -165,8 +173,12 @@ class Remote:
         assert self.setup.privacy is not None
         fine = {name: answers[name] for name, reply in replies.items() if reply.finite}
         where = packets[next(iter(packets))].facts["round"]
-        sums = Sums(self.setup.privacy, self.asked, session_of(self.terms.federation, where), size)
-        total, survivors = sums.total(fine, lambda name: dict(packets[name].facts))
+        session = session_of(self.terms.federation, where)
+        sums = Sums(self.setup.privacy, self.asked, session, size, self.opening)
+        try:
+            total, survivors = sums.total(fine, lambda name: dict(packets[name].facts))
+        except UserError as error:
+            raise UserError(f"round {where + 1}: {error}; {GO_ON}") from None
         there = {name: replace(replies[name], up=total) for name in survivors}
         return {name: there.get(name, reply) for name, reply in replies.items() if name in there or not reply.finite}
 
@@ -233,4 +245,5 @@ def _finite(answer: Packet) -> bool:
 
 def _when(packet: Packet) -> str:
     number = packet.facts.get("round")
-    return "at the start" if number is None else f"round {number + (packet.kind == 'train')}"
+    in_it = packet.kind in ("train", "share", "mask", "unmask")  # others come after so many rounds
+    return "at the start" if number is None else f"round {number + in_it}"

@@ -57,7 +57,11 @@ class Party:
         return self.setup.privacy is not None and self.setup.privacy.sums
 
     def answer(self, packet: Packet) -> Packet:
-        """Do what a packet asks for, and say what came of it; the same packet twice gives the same answer."""
+        """Do what a packet asks for, and say what came of it.
+
+        The same packet twice gives the same answer, but for a secure summation: its keys are new each time, and its phases
+        are answered once.
+        """
         if packet.facts.get("federation") != self.federation:
             raise UserError(f"this packet belongs to federation {packet.facts.get('federation')!r}, not to this one")
         if packet.facts.get("client", self.client.name) != self.client.name:

@@ -9,17 +9,20 @@ from typing import Any
 
 from fedshift.deploy.engine import Exchange, Remote, without_handle
 from fedshift.deploy.federation import Federation
+from fedshift.deploy.openings import Openings
 from fedshift.deploy.packet import Packet
 from fedshift.deploy.session import ServerJob, pinned
 from fedshift.engines.base import Compute
 from fedshift.engines.torch_flags import steady
 from fedshift.experiment.schema import AdapterSpec
 from fedshift.runs.finish import finish
-from fedshift.runs.identity import config_of
+from fedshift.runs.identity import config_of, experiment_of
 from fedshift.runs.new_folder import new_folder
 from fedshift.runs.plan import Twin, check_unfinished, check_writable
+from fedshift.runs.private import privacy_of
 from fedshift.runs.progress import Reporter
-from fedshift.store.folder import RunFolder
+from fedshift.store.folder import CONFIG, DONE, METRICS, SNAPSHOT, RunFolder, read_config
+from fedshift.store.lines import RoundLine, line_of
 
 
 def job_of(federation: Federation, sizes: Mapping[str, int], out: Path) -> ServerJob:
@@ -29,7 +32,8 @@ def job_of(federation: Federation, sizes: Mapping[str, int], out: Path) -> Serve
     setup = federation.setup(task)
     config = config_of(experiment, spec, {}, seed, task, setup)
     folder = RunFolder.of(out, federation.spec.name, spec.title, seed, config)
-    return ServerJob(experiment, {}, setup, task, seed, folder, config, Twin(experiment, seed, task))
+    twin = Twin(experiment, seed, task)
+    return ServerJob(experiment, {}, setup, task, seed, folder, config, twin, Openings(folder).lost)
 
 
 def carry_out(federation: Federation, exchange: Exchange, out: Path, resume: bool, say: Reporter) -> RunFolder:
@@ -46,6 +50,7 @@ def carry_out(federation: Federation, exchange: Exchange, out: Path, resume: boo
         len(federation.names),
         note=lambda text: say.note(f"{job.title}: {text}"),
         keep=lambda name: pinned(job.folder.path).get(name, ()),
+        opening=Openings(job.folder).add if job.setup.privacy and job.setup.privacy.noise else lambda: None,
     )
     with steady():
         finish([job], engine, compute, resume, say)
@@ -82,10 +87,13 @@ def _entry(spec: AdapterSpec) -> dict[str, Any]:
 
 
 def offer(folder: RunFolder, target: Path) -> None:
-    """Put what an unseen party needs of a finished run into a folder of its own; no state of any party is in it."""
+    """Put what an unseen party needs of a finished run into a folder of its own; no state of any party is in it.
+
+    Where ``[privacy]`` hides single parties, nothing in it says who took part in a round, or how many.
+    """
     if target.is_dir():
         return
-    names = ("config.toml", "metrics.jsonl", "done", "snapshot.safetensors")
+    names = (CONFIG, METRICS, DONE, SNAPSHOT)
     files = [folder.path / name for name in names]
     files += [*folder.path.glob("snapshots/*"), *folder.path.glob("adapters/*.jsonl")]
     with new_folder(target) as place:
@@ -93,3 +101,15 @@ def offer(folder: RunFolder, target: Path) -> None:
             copy = place / path.relative_to(folder.path)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copy)
+        if _hides(folder):
+            offered = RunFolder(place)
+            offered.write(METRICS, "")
+            for number, line in enumerate(map(line_of, folder.lines()), 1):
+                blank = RoundLine(line.round, server=line.server) if isinstance(line, RoundLine) else line
+                offered.log(blank, number)
+
+
+def _hides(folder: RunFolder) -> bool:
+    experiment = experiment_of(read_config(folder.path), folder.path)
+    privacy = privacy_of(experiment, experiment.method[0])
+    return privacy is not None and privacy.sums

@@ -94,6 +94,8 @@ class ServerSession(Session):
         downs = {**self._downs(state.server, [self.task.client(name) for name in names], begun.ctx), **begun.downs}
         up = self._remote.expected(self.setup.method, self.task, begun.ctx, self.seed, names[0], downs[names[0]])
         frames = {name: Frame.of(up, downs[name]) for name in names}
+        if privacy.noise and not privacy.secure:  # of a secure summation the engine has written it down
+            self._remote.opening()
         if not messages:
             return self.uploads.nothing(frames[names[0]], (begun.ctx.round,))
         if privacy.secure:
@@ -159,7 +161,8 @@ class ServerJob(Job):
         if id(engine) not in self.sessions:
             shared = (self.setup, self.task, engine, compute, self.seed)
             variant = self.experiment
-            made = ServerSession(*shared, variant.rounds, variant.participation, say.note, last=self.rounds)
+            whole = (*shared, variant.rounds, variant.participation, say.note)
+            made = ServerSession(*whole, last=self.rounds, lost=self.lost)
             self.sessions[id(engine)] = made
         return self.sessions[id(engine)]
 

@@ -1,6 +1,7 @@
 """A secure summation over packets: the party's half of its phases and the server's, neither of whom sees more than it must.
 
-What a party needs from one phase to the next lies in its own folder, until it has opened its shares: that is answered once.
+What a party needs from one phase to the next lies in its own folder, until it has opened its shares. Every phase is answered
+once: a second answer would hide the same numbers behind the same masks, with other noise.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from fedshift.deploy.packet import Kind, Packet
 from fedshift.errors import UserError
 from fedshift.privacy.compression import message_bytes
 from fedshift.privacy.noise import secret
-from fedshift.privacy.secure_sum import Keys, Member, total_of
+from fedshift.privacy.secure_sum import LETTER_BYTES, Keys, Member, total_of
 from fedshift.privacy.settings import Privacy
+from fedshift.privacy.sharing import SHARE_BYTES
 from fedshift.privacy.upload import code_of, words_of
-from fedshift.runs.private import FEWEST
 
 SUM, KEYS, LETTERS, SHARES, WORDS = "sum", "keys", "letters", "shares", "words"
 
@@ -30,6 +31,14 @@ SUM, KEYS, LETTERS, SHARES, WORDS = "sum", "keys", "letters", "shares", "words"
 def keys_like() -> Tree:
     """What a party answers when it has trained."""
     return {KEYS: {"masks": torch.zeros(32, dtype=torch.uint8), "letters": torch.zeros(32, dtype=torch.uint8)}}
+
+
+def sent_like(size: int, parties: int) -> Tree:
+    """What a party sends in all phases of one summation of vectors of this size, if everybody is there."""
+    letter, share = (torch.zeros(count, dtype=torch.uint8) for count in (LETTER_BYTES, SHARE_BYTES))
+    words = {WORDS: {WORDS: torch.zeros(size, dtype=torch.int32)}}
+    everybody = [str(number) for number in range(parties)]
+    return {**keys_like(), LETTERS: dict.fromkeys(everybody, letter), **words, SHARES: dict.fromkeys(everybody, share)}
 
 
 # ---- the party -----------------------------------------------------------------------------------------------------------
@@ -52,7 +61,7 @@ class Summand:
 
     def share(self, packet: Packet) -> Tree:
         """Letters for everybody whose keys these are."""
-        aside = self._aside()
+        aside = self._aside("own")
         keys, number = _keys(packet.tree[KEYS]), int(packet.facts["number"])
         member = self._member(aside, number, len(keys))
         if keys.get(number) != member.advertise():
@@ -64,7 +73,7 @@ class Summand:
 
     def mask(self, packet: Packet) -> Tree:
         """The update behind its masks, with this party's part of the noise."""
-        aside = self._aside("shared")
+        aside = self._aside("own", "shared")
         keys, member = self._again(aside)
         letters = packet.tree[LETTERS]
         update = aside["own"]["update"]["values"]
@@ -75,15 +84,16 @@ class Summand:
 
     def unmask(self, packet: Packet) -> Tree:
         """The shares that take masks off; then everything is forgotten."""
-        aside = self._aside("masked")
+        aside = self._aside("own", "shared", "masked")
         keys, member = self._again(aside)
         shares = member.unmask(keys, _letters(aside["masked"][LETTERS]), [int(k) for k in packet.facts["survivors"]])
         self.memory.forget_aside()
         return {SHARES: {str(other): _tensor(share) for other, share in shares.items()}}
 
-    def _aside(self, phase: str = "own") -> dict[str, Tree]:
+    def _aside(self, *phases: str) -> dict[str, Tree]:
+        """What these phases of this summation left, which must be the last ones."""
         aside = self.memory.aside()
-        if phase not in aside or _bytes(aside["own"]["about"]["session"]) != self.session:
+        if tuple(aside) != phases or _bytes(aside["own"]["about"]["session"]) != self.session:
             raise UserError(
                 "this party has nothing to add to this secure summation; it is asked again in the next round"
             )
@@ -95,8 +105,6 @@ class Summand:
 
     def _member(self, aside: Mapping[str, Tree], number: int, parties: int) -> Member:
         """Itself; how many must survive it works out for itself."""
-        if parties < FEWEST:
-            raise UserError(f"a sum of {parties} parties tells too much of each; it takes {FEWEST} or more")
         own = {name: _bytes(leaf) for name, leaf in aside["own"]["secrets"].items()}
         return Member(number, self.privacy.threshold(parties), self.session, **own)
 
@@ -110,6 +118,7 @@ class Sums:
     ask: Callable[[Mapping[str, Packet]], Mapping[str, Packet]]
     session: bytes
     size: int  # of an update
+    opening: Callable[[], object]  # called before the sum is known
 
     def total(self, trained: Mapping[str, Packet], facts: Callable[[str], dict[str, Any]]) -> tuple[Tree, list[str]]:
         """The sum, as a tree with what its messages weighed, and whose it is; ``facts`` say to whom a packet goes."""
@@ -139,11 +148,12 @@ class Sums:
             for k, own in masked.items()
             if WORDS in own and own[WORDS].dtype == torch.int32 and own[WORDS].shape == (self.size,)
         }
-        opened = asked("unmask", SHARES, {k: {} for k in words}, lambda _: {"survivors": list(words)})
-        shares = {k: _letters(own) for k, own in opened.items() if list(own) == [str(j) for j in letters]}
         threshold = self.privacy.threshold(len(names))
         if len(words) < threshold:
             raise UserError(f"a secure summation needs {threshold} parties; {len(words)} are left")
+        self.opening()
+        opened = asked("unmask", SHARES, {k: {} for k in words}, lambda _: {"survivors": list(words)})
+        shares = {k: _letters(own) for k, own in opened.items() if list(own) == [str(j) for j in letters]}
         total = total_of(_keys(advertised), list(letters), words, shares, threshold, self.session)
         weight[0] += sum(message_bytes(packet.tree) for packet in trained.values())
         found = {"total": code_of(self.privacy, len(names)).decode(total)}

@@ -59,7 +59,9 @@ class Accountant:
 @lru_cache(maxsize=4096)
 def _epsilon(mechanism: Mechanism, history: History, delta: float) -> float:
     try:
-        return _COUNTS[mechanism](history, delta)
+        with warnings.catch_warnings():  # that prv could be smaller, or that prv takes the logarithm of a rate of one
+            warnings.simplefilter("ignore")
+            return _COUNTS[mechanism](history, delta)
     except ImportError:
         raise UserError('[privacy] noise is counted by Opacus: pip install "fedshift[privacy]"') from None
 
@@ -70,9 +72,7 @@ def _renyi(history: History, delta: float) -> float:
     from opacus.accountants.analysis.rdp import get_privacy_spent
 
     told = sum(_of_one(noise, rate) * steps for noise, rate, steps in history)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a finer count could be smaller: that one is called prv here
-        return float(get_privacy_spent(orders=RDPAccountant.DEFAULT_ALPHAS, rdp=told, delta=delta)[0])
+    return float(get_privacy_spent(orders=RDPAccountant.DEFAULT_ALPHAS, rdp=told, delta=delta)[0])
 
 
 @lru_cache(maxsize=256)

@@ -18,6 +18,7 @@ from fedshift.errors import UserError
 from fedshift.privacy.fixed_point import Words
 
 NONCE = 12
+SEALED = NONCE + 16  # bytes that a seal adds: the nonce before the letter, a tag behind it
 
 
 def public_of(secret: bytes) -> bytes:

@@ -23,10 +23,11 @@ import numpy as np
 
 from fedshift.errors import UserError
 from fedshift.privacy.fixed_point import Words
-from fedshift.privacy.masks import key_between, mask_of, public_of, seal, unseal
+from fedshift.privacy.masks import SEALED, key_between, mask_of, public_of, seal, unseal
 from fedshift.privacy.sharing import SHARE_BYTES, secret_of, shares_of
 
 SECRET = 32
+LETTER_BYTES = 2 * SHARE_BYTES + SEALED
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from fedshift.errors import UserError
 from fedshift.privacy.accountant import Accountant, Mechanism
 from fedshift.privacy.compression import COMPRESSORS, Compressor, Kind
 
+FEWEST = 3  # parties of a sum that may be known: of two each could take itself off
+
 
 @dataclass(frozen=True)
 class Privacy(Checked):
@@ -27,7 +29,7 @@ class Privacy(Checked):
     accountant: Mechanism = "rdp"
     sampling: Literal["all", "poisson"] = "all"  # poisson: everybody takes part with probability participation
     secure: bool = False  # the server sees sums only
-    least: Count | None = None  # parties that must survive a secure summation; default: two thirds of those who begin
+    least: Count | None = None  # parties that must survive a secure summation; default: two thirds of who begins, and 3
     compress: Kind = "none"
     keep: Share = 0.05  # of the entries, by top-k
 
@@ -44,7 +46,7 @@ class Privacy(Checked):
             raise UserError("secure summation adds whole numbers, whose range is clip: set clip too")
         if self.secure and self.compress != "none":
             raise UserError("masked uploads look like noise, which nothing compresses: secure or compress, not both")
-        if self.secure and self.noise and self.sampling == "poisson":
+        if self.secure and self.sampling == "poisson":
             raise UserError(
                 'a server that sums securely knows whom it asks, so sampling hides nobody: sampling = "all"'
             )
@@ -66,4 +68,4 @@ class Privacy(Checked):
 
     def threshold(self, parties: int) -> int:
         """So many parties must survive a secure summation among so many."""
-        return self.least if self.least is not None else max(2, math.ceil(2 * parties / 3))
+        return self.least if self.least is not None else max(FEWEST, math.ceil(2 * parties / 3))

@@ -66,7 +66,10 @@ def code_of(privacy: Privacy, parties: int) -> FixedPoint:
 # ---- the server ----------------------------------------------------------------------------------------------------------
 def unpacked(privacy: Privacy, frame: Frame, message: Tree) -> Tensor:
     """The update that a message says. The server cuts again what it can see: a client may not have."""
-    return clipped(privacy.compressor.decode(message[UPDATE], frame.size), privacy.clip)
+    update = privacy.compressor.decode(message[UPDATE], frame.size)
+    if not sound(update):
+        raise UserError("what an update says is not finite")
+    return clipped(update, privacy.clip)
 
 
 def noisy_sum(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fedshift.engines.base import Compute, Engine
 from fedshift.runs.evaluate import annotate, annotated, score, scored
 from fedshift.runs.flops import count
 from fedshift.runs.plan import Job
+from fedshift.runs.private import told_by
 from fedshift.runs.progress import Reporter
 from fedshift.runs.session import Session
 from fedshift.runs.train import train
@@ -65,4 +67,7 @@ def _account(job: Job, session: Session, say: Reporter) -> None:
     say.doing(f"{job.title}: counting costs")
     counted = count(session, job.rounds)
     costs = measured(counted, job.folder.history().rounds, published_by(job.folder.scores([])))
+    if job.lost and job.setup.privacy is not None:  # no line tells of a round that is not among the run's
+        told = told_by(job.setup.privacy, job.experiment.participation, job.rounds, job.setup.method, job.lost)
+        costs = replace(costs, epsilon=told["epsilon"])
     job.folder.write_costs(costs)

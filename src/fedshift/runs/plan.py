@@ -59,13 +59,16 @@ class Job:
     folder: RunFolder
     config: Mapping[str, Any]
     twin: Twin
+    lost: int = 0  # rounds that have told something about clients and are run again, with other noise
 
     @property
     def rounds(self) -> int:
         """The experiment's rounds and those a method adds to them, or as many as a budget of epsilon allows."""
         method, privacy = self.setup.method, self.setup.privacy
         whole = self.experiment.rounds + (method.extra_rounds if self.experiment.rounds else 0)
-        return whole if privacy is None else affordable(privacy, self.experiment.participation, whole, method)
+        if privacy is None:
+            return whole
+        return affordable(privacy, self.experiment.participation, whole, method, self.lost)
 
     @property
     def chosen_from(self) -> int:

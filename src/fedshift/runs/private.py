@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fedshift.core import rng
 from fedshift.core.context import Context
 from fedshift.core.method import Method
 from fedshift.core.options import parse_options
 from fedshift.core.registry import ADAPTERS, construct
+from fedshift.core.tree import Tree
 from fedshift.errors import UserError
 from fedshift.experiment.schema import Experiment, MethodSpec
-from fedshift.privacy.settings import Privacy
-
-FEWEST = 3  # of two parties each could take itself off the sum
+from fedshift.privacy.settings import FEWEST, Privacy
 
 
 class Case(NamedTuple):
@@ -75,7 +75,7 @@ def _of_noise(case: Case) -> Iterator[str]:
     if not privacy.noise:
         return
     if experiment.participation < 1 and privacy.sampling != "poisson":
-        yield 'noise is counted for all clients, or for sampling = "poisson"; set one of them, or participation = 1'
+        yield 'noise is counted where all clients take part, or by lot; set participation = 1, or sampling = "poisson"'
     if privacy.delta * case.clients >= 1:
         yield f"delta = {privacy.delta:g} would allow telling all of one client in {case.clients}; set a smaller one"
     if method.arch.has_batch_norm and not method.arch.norm <= method.private(_first(case)):
@@ -104,21 +104,27 @@ def _of_secure(case: Case) -> Iterator[str]:
     threshold = privacy.threshold(parties)
     if parties < FEWEST:
         yield f"secure: a sum of {parties} clients tells too much of each; it takes {FEWEST} or more"
-    elif not parties / 2 < threshold <= parties:
-        yield f"secure: least must be more than half of the {parties} clients of a round and not more than all"
+    elif not (parties / 2 < threshold <= parties and threshold >= FEWEST):
+        yield (
+            f"secure: least must be {FEWEST} or more, more than half of the {parties} clients of a round and not more "
+            "than all"
+        )
 
 
-def affordable(privacy: Privacy, participation: float, rounds: int, method: Method) -> int:
-    """How many of the rounds the budget is enough for, with what is given away after them."""
+def affordable(privacy: Privacy, participation: float, rounds: int, method: Method, lost: int = 0) -> int:
+    """How many of the rounds the budget is enough for, with what is given away after them.
+
+    ``lost``: rounds that have told something and are not among those that count, because they were asked for again.
+    """
     if privacy.epsilon is None:
         return rounds
     accountant = privacy.accounted(participation)
-    return accountant.affordable(privacy.epsilon, rounds, of_all=int(gives(method)))
+    return max(0, accountant.affordable(privacy.epsilon, rounds + lost, of_all=int(gives(method))) - lost)
 
 
-def told_by(privacy: Privacy, participation: float, rounds: int, method: Method) -> dict[str, float]:
-    """What so many rounds tell about a client, if they are all: with what is given away after them."""
-    return {"epsilon": privacy.accounted(participation).epsilon(rounds, of_all=int(gives(method)))}
+def told_by(privacy: Privacy, participation: float, rounds: int, method: Method, lost: int = 0) -> dict[str, float]:
+    """What so many rounds tell about a client, if they are all: with those ``lost``, and what is given away after them."""
+    return {"epsilon": privacy.accounted(participation).epsilon(rounds + lost, of_all=int(gives(method)))}
 
 
 def lots(seed: int, round_: int, clients: int) -> list[float]:
@@ -134,6 +140,21 @@ def lots(seed: int, round_: int, clients: int) -> list[float]:
 def gives(method: Method) -> bool:
     """Whether clients give something away after the last round, which is one more message of each."""
     return type(method).settle is not Method.settle
+
+
+def possible(gifts: Mapping[str, Tree], method: Method) -> dict[str, Tree]:
+    """What clients gave away, as far as it can be: a variance that noise has made negative is zero.
+
+    That costs no epsilon, because nobody looks at data for it.
+    """
+
+    def mended(name: str, leaf: Tensor) -> Tensor:
+        return leaf.clamp(min=0) if name in method.arch.norm and name.endswith("running_var") else leaf
+
+    return {
+        client: {slot: {name: mended(name, leaf) for name, leaf in leaves.items()} for slot, leaves in gift.items()}
+        for client, gift in gifts.items()
+    }
 
 
 def _first(case: Case) -> Context:

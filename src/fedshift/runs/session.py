@@ -29,7 +29,7 @@ from fedshift.privacy.noise import Noise, seeded
 from fedshift.privacy.upload import UNSENT
 from fedshift.runs.deployment import Deployment
 from fedshift.runs.memory import memory_so_far, resident_peak
-from fedshift.runs.private import lots, told_by
+from fedshift.runs.private import lots, possible, told_by
 from fedshift.runs.round import Begun, RoundReport, phases_of, work_in
 from fedshift.runs.setup import Setup
 from fedshift.runs.uploads import Delivered, Sent, Uploads
@@ -50,10 +50,12 @@ class Session:
         participation: float = 1.0,
         note: Callable[[str], object] = lambda _: None,
         moved: Callable[[float, bool], object] = lambda _share, _training: None,
+        lost: int = 0,
     ) -> None:
         self._note, self._moved = note, moved
         self.setup, self.task, self.engine, self.compute = setup, task, engine, compute
         self.seed, self.rounds, self.participation = seed, rounds, participation
+        self.lost = lost  # rounds that have told something about clients, and were run again
         self.training = setup.method.prepare_task(task)  # whose clients train
         self._resident = resident_peak()
         self.initial = setup.initial(seed, compute)  # what everybody starts from, by architecture
@@ -167,11 +169,12 @@ class Session:
         given = {name: gifts[name] for name in state.locals if gifts.get(name)}
         common = {name: {"model": self.initial[self.arch_of(self.task.client(name))]} for name in given}
         delivered = self.uploads.given(Sent(given, common), ("gifts", state.round), len(clients))
+        taken = possible(delivered.ups, self.setup.method) if delivered.noisy else delivered.ups
         return Deployment(
             setup=self.setup,
             ctx=ctx,
             seed=self.seed,
-            server=self.setup.method.take_gifts(state.server, delivered.ups),
+            server=self.setup.method.take_gifts(state.server, taken),
             locals=own,
             networks={client.name: self.arch_of(client) for client in (*clients, *self.task.unseen)},
             given_bytes=delivered.bytes_up,
@@ -311,7 +314,9 @@ class Session:
     def _spent(self, rounds: int, delivered: Delivered) -> dict[str, float]:
         """What so many rounds have told about a client, where that is counted."""
         privacy = self.setup.privacy
-        return told_by(privacy, self.participation, rounds, self.setup.method) if privacy and delivered.noisy else {}
+        if privacy is None or not delivered.noisy:
+            return {}
+        return told_by(privacy, self.participation, rounds, self.setup.method, self.lost)
 
     def _noise(self) -> Noise:
         """Where noise comes from: a study can be repeated."""

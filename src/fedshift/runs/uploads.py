@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from fedshift.core.tree import Tree, float_bytes
@@ -67,7 +68,7 @@ class Uploads:
             return Delivered(sent.ups, sum(float_bytes(up) for up in sent.ups.values()))
         frames = {name: Frame.of(up, sent.downs.get(name, {})) for name, up in sent.ups.items()}
         if not any(frame.size for frame in frames.values()):
-            return Delivered(sent.ups, 0)
+            return Delivered({name: frame.tree(torch.zeros(0)) for name, frame in frames.items()}, 0)
         messages, kept = dict[str, Tree](), dict[str, Tree]()
         for name, up in sent.ups.items():
             messages[name], kept[name] = packed(self.privacy, frames[name], up, sent.locals.get(name, {}))

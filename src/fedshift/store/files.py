@@ -26,7 +26,7 @@ AGAIN = "repeat its fedshift run to make it again, finished rounds are not run a
 LOST = "put it back from a copy, or train this run again with fedshift run ... --restart"
 GONE = "put it back from a copy, or remove the folder of this run and train it again"
 ENDED = "go on with fedshift run ... --resume, which writes it again"
-STATES = re.compile(r"(metrics\.jsonl|ckpt-\d+\.safetensors|best\.safetensors|best/.+\.safetensors)$")
+STATES = re.compile(r"(metrics\.jsonl|openings\.json|ckpt-\d+\.safetensors|best\.safetensors|best/.+\.safetensors)$")
 TEMPORARY = re.compile(r"\..+\.\d+")
 GO_ON = "what was written before is whole: make room, then go on with --resume"
 
