@@ -273,3 +273,10 @@ def test_evaluation_across_parties_is_that_of_the_simulation(tmp_path: Path) -> 
             assert mine.summary.client_mean == pytest.approx(other.summary.client_mean)
             for name in ("balanced-accuracy", "macro-f1", "loss"):
                 assert mine.measures[name].pooled == pytest.approx(other.measures[name].pooled, abs=1e-4)
+
+
+@pytest.mark.parametrize("write", ["keep", "keep_settled", "put_aside"])
+def test_what_a_party_keeps_is_for_its_user_alone(write: str, tmp_path: Path) -> None:
+    memory, tree = Memory(tmp_path / "clinics"), {"model": {"w": torch.ones(1)}}
+    memory.put_aside({"secrets": tree}) if write == "put_aside" else getattr(memory, write)(1, tree)
+    assert memory.folder.stat().st_mode & 0o777 == 0o700

@@ -36,7 +36,7 @@ class Memory:
 
     def keep(self, round_: int, local: Tree, others: Iterable[int] = ()) -> None:
         """Write a local state, then forget all but it and ``others``."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._make()
         save(self._file(round_), {"local": local}, {"round": round_})
         for old in set(self.rounds()) - {round_, *others}:
             self._file(old).unlink(missing_ok=True)
@@ -51,7 +51,7 @@ class Memory:
 
     def keep_settled(self, round_: int, local: Tree) -> None:
         """Write it, and forget those of other rounds."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._make()
         save(self._settled(round_), {"local": local}, {"round": round_})
         for old in self.folder.glob("settled-*.safetensors"):
             if old != self._settled(round_):
@@ -59,7 +59,7 @@ class Memory:
 
     def put_aside(self, trees: Mapping[str, Tree]) -> None:
         """Write what is needed until a secure summation is over; what was there is forgotten."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._make()
         save(self._aside, trees)
 
     def aside(self) -> dict[str, Tree]:
@@ -72,6 +72,9 @@ class Memory:
     def forget_aside(self) -> None:
         """Nobody can open it any more."""
         self._aside.unlink(missing_ok=True)
+
+    def _make(self) -> None:
+        self.folder.mkdir(0o700, parents=True, exist_ok=True)  # local states and secrets of sums are its user's alone
 
     @property
     def _aside(self) -> Path:
