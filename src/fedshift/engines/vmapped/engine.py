@@ -1,8 +1,8 @@
 """Many clients as one: states stacked along a new first dimension, ``torch.func.vmap`` over the step.
 
 Clients of different sizes are handled without a single padded sample. Each client has a queue of batches; those whose
-next batch has one size move together and the others wait (``grouping.py``). A client's own order of batches never changes, so
-the result is the sequential engine's.
+next batch has one size move together and the others wait (``grouping.py``). A client's own order of batches never
+changes, so the result is the sequential engine's.
 
 On CUDA a step that recurs is captured into a graph and replayed (``graphs.py``). A graph has a fixed number of clients,
 so a smaller group is filled up with copies of one of its members, whose results are thrown away. Clients who do not fit
