@@ -9,9 +9,14 @@ import numpy as np
 import pydicom
 import pytest
 from pydicom.dataset import FileDataset, FileMetaDataset
-from pydicom.uid import ExplicitVRLittleEndian, SecondaryCaptureImageStorage, generate_uid
+from pydicom.uid import (
+    DeflatedExplicitVRLittleEndian,
+    ExplicitVRLittleEndian,
+    SecondaryCaptureImageStorage,
+    generate_uid,
+)
 
-from fedshift.data.dicom import dicom_picture, is_dicom
+from fedshift.data.dicom import TooLarge, dicom_picture, is_dicom
 
 
 def dicom(values: np.ndarray, **tags: Any) -> bytes:
@@ -79,3 +84,24 @@ def test_what_is_no_image_is_refused_in_a_sentence() -> None:
         assert words in str(said.value) or "has no image" in str(said.value)
     with pytest.raises(ValueError, match=r"it is too large \(64x64, at most 1,000 pixels are read\)"):
         dicom_picture(dicom(RAMP), most_pixels=1000)
+
+
+def deflated(data: bytes, **tags: Any) -> bytes:
+    """The same file, deflated as a whole."""
+    file = pydicom.dcmread(io.BytesIO(data))
+    file.file_meta.TransferSyntaxUID = DeflatedExplicitVRLittleEndian
+    for name, value in tags.items():
+        setattr(file, name, value)
+    stream = io.BytesIO()
+    pydicom.dcmwrite(stream, file, enforce_file_format=True)
+    return stream.getvalue()
+
+
+def test_a_deflated_file_is_read_and_a_bomb_is_not() -> None:
+    """What is inflated is bounded by what an image of so many pixels takes."""
+    wanted = np.asarray(dicom_picture(dicom(RAMP)))
+    assert np.array_equal(np.asarray(dicom_picture(deflated(dicom(RAMP)), most_pixels=4096)), wanted)
+    bomb = deflated(dicom(RAMP), ImageComments="x" * (1 << 22))
+    assert len(bomb) < 1 << 14
+    with pytest.raises(TooLarge, match="when it is inflated"):
+        dicom_picture(bomb, most_pixels=4096)

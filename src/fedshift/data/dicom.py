@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from fedshift.errors import UserError
 
 MAGIC = slice(128, 132)
 DICOM_HEAD = 132  # bytes that tell whether a file is one
+META = 2  # the group of elements that say how the others are written
+DEEPEST, HEADERS = 8, 1 << 20  # bytes of a pixel at most, and of everything beside pixels
 DICOM = "dicom"  # what a picture's ``info`` has if it was made of one with more than eight bits
 
 
@@ -41,7 +44,7 @@ def dicom_picture(
     Low values are dark, whatever the file's photometric interpretation. ``most_pixels`` is checked before anything is
     decoded. What cannot be read raises ValueError.
     """
-    dataset = _read(source)
+    dataset = _read(source, most_pixels)
     rows, columns = (int(getattr(dataset, name, 0) or 0) for name in ("Rows", "Columns"))
     frames = int(getattr(dataset, "NumberOfFrames", 1) or 1)
     if not rows or not columns or "PixelData" not in dataset:
@@ -61,17 +64,36 @@ def dicom_picture(
     return picture
 
 
-def _read(source: bytes | Path | io.BytesIO) -> Any:
+def _read(source: bytes | Path | io.BytesIO, most_pixels: int | None) -> Any:
     try:
         import pydicom
     except ImportError:
         raise UserError('DICOM files need pydicom: pip install "fedshift[dicom]"') from None
     try:
-        return pydicom.dcmread(io.BytesIO(source) if isinstance(source, bytes) else source)
-    except UserError:
+        content = source.read_bytes() if isinstance(source, Path) else source
+        file = io.BytesIO(content) if isinstance(content, bytes) else content
+        if most_pixels is not None:
+            _check_inflated(file, DEEPEST * most_pixels + HEADERS)
+        return pydicom.dcmread(file)
+    except (UserError, TooLarge):
         raise
     except Exception as error:
         raise ValueError(f"the DICOM file cannot be read: {type(error).__name__}") from None
+
+
+def _check_inflated(file: io.BytesIO, most: int) -> None:
+    """Refuse a file that is deflated as a whole and larger than this: pydicom would inflate it before it can be asked."""
+    from pydicom.filereader import read_dataset, read_preamble
+    from pydicom.uid import DeflatedExplicitVRLittleEndian
+
+    read_preamble(file, False)
+    meta = read_dataset(file, False, True, stop_when=lambda tag, *_: tag >> 16 != META)
+    if meta.get("TransferSyntaxUID") == DeflatedExplicitVRLittleEndian:
+        inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+        inflater.decompress(file.read(), most)
+        if inflater.unconsumed_tail:
+            raise TooLarge(f"it is too large (more than {most:,} bytes when it is inflated)")
+    file.seek(0)
 
 
 def _values(dataset: Any, window: Window | None) -> np.ndarray:
