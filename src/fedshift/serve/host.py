@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 
 from fedshift.errors import UserError
-from fedshift.runs.answers import Answers
 from fedshift.serve import service as heart
 from fedshift.serve.batching import Batcher
 from fedshift.serve.bodies import Refused, Sent
@@ -29,12 +28,12 @@ from fedshift.serve.numbers import Numbers
 from fedshift.serve.records import Record
 from fedshift.serve.records import opened as opened_records
 from fedshift.serve.service import Answered, Condition, Service
+from fedshift.serve.telling import codes_of, told, total
 from fedshift.store.files import Damaged
 from fedshift.store.lock import Occupied, RunLock, owner_of
 
 Result = TypeVar("Result")
 log = logging.getLogger("fedshift.serve")
-UNKNOWN = "unknown"
 WAITING = 100_000  # answers that are remembered in memory while the disk takes none
 
 
@@ -157,9 +156,9 @@ class Host:
         names = [name for request in requests for name in request.names]
         pieces, after = heart.answered(self.service, self.condition, pixels, ids)
         self.condition = after
-        told: list[dict[str, Any]] = []
+        every: list[dict[str, Any]] = []
         for piece in pieces:
-            told += self._told(piece, names[len(told) :], self._batches)
+            every += self._told(piece, names[len(every) :], self._batches)
             self._batches += 1
         for piece in pieces:
             for event in piece.events:
@@ -176,47 +175,25 @@ class Host:
         }
         answers, start = [], 0
         for request in requests:
-            answers.append({**about, "answers": told[start : start + len(request.names)]})
+            answers.append({**about, "answers": every[start : start + len(request.names)]})
             start += len(request.names)
         return answers
 
     def _told(self, piece: Answered, names: Sequence[str], batch: int) -> list[dict[str, Any]]:
         """A piece's answers as people read them; they are counted and remembered too."""
-        answers = Answers.of(piece.logits, self.service.classes)
-        codes, chances = answers.codes.tolist(), answers.probabilities.tolist()
-        adapted, frozen = piece.adapted.argmax(1).tolist(), piece.frozen.argmax(1).tolist()
-        strange = [column.tolist() for column in piece.strangeness]
-        known = self.condition.judge.familiarity is not None
-        telemetry = {name: values.tolist() for name, values in piece.telemetry.items()}
-        classes = self.service.classes
-        told = []
-        for i, code in enumerate(codes):
-            unknown = strange[3][i]
-            one = {
-                "id": names[i],
-                "label": UNKNOWN if unknown else classes[code],
-                "class": classes[code],
-                "confidence": chances[i][code],
-                "probabilities": dict(zip(classes, chances[i], strict=True)),
-                "unknown": unknown,
-                "did": piece.did,
-                "frozen": classes[frozen[i]],
-                "batch": batch,
-                "telemetry": {name: values[i] for name, values in telemetry.items()},
-            }
-            if known:
-                one |= {"energy": strange[0][i], "distance": strange[1][i], "rarity": strange[2][i]}
-            told.append(one)
-        self._unwritten += map(Record, names[: len(codes)], codes, adapted, frozen)
+        classes, known = self.service.classes, self.condition.judge.familiarity is not None
+        answers = told(piece, names, batch, classes, known)
+        served, adapted, frozen = (codes_of(logits) for logits in (piece.logits, piece.adapted, piece.frozen))
+        self._unwritten += map(Record, names[: len(served)], served, adapted, frozen)
         self.numbers.answers(
-            codes,
-            sum(row[code] for row, code in zip(chances, codes, strict=True)),
-            sum(strange[3]),
+            served,
+            total(one["confidence"] for one in answers),
+            sum(one["unknown"] for one in answers),
             sum(map(int.__ne__, adapted, frozen)),
-            len(codes) if piece.did in ("fell back", "doubted") else 0,
-            {name: sum(values) for name, values in telemetry.items()},
+            len(served) if piece.did in ("fell back", "doubted") else 0,
+            {name: total(values.tolist()) for name, values in piece.telemetry.items()},
         )
-        return told
+        return answers
 
     # ---- what an operator may do ----------------------------------------------------------------------------------------
     async def reset(self) -> Version:
