@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,19 @@ def test_a_folder_for_docker(world: World, tmp_path: Path, monkeypatch: pytest.M
     assert {"--token-file", "--certificate", "--key", "--adapter"} <= set(command)
     assert "USER fedshift" in text
     assert (target / "artefacts" / "paper" / "model.safetensors").is_file()
+
+
+def test_an_image_holds_nothing_that_a_link_leads_to(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images are sent around, and artefacts come from others."""
+    folder = Path(shutil.copytree(world.folder("fedbn"), tmp_path / "artefact"))
+    (tmp_path / "secret").write_text("mine")
+    (folder / "notes").symlink_to(tmp_path / "secret")
+    assert f"{folder / 'notes'} is a link" in refused(
+        capsys, monkeypatch, folder, "--adapter", "none", "--docker", "--out", tmp_path / "image"
+    )
+    assert not (tmp_path / "image").exists()
 
 
 def test_names_of_folders_and_samples(world: World) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import shutil
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -238,6 +240,40 @@ def test_the_command_ends_with_one_sentence(
     assert ended.value.code == 2
     assert "service.json is damaged (it is a folder)" in said
     assert len(said.splitlines()) == 1
+
+
+def test_one_server_at_a_time(world: World, tmp_path: Path) -> None:
+    with serving(service(world), tmp_path), pytest.raises(UserError, match=rf"is in use by process {os.getpid()} on "):
+        Host(service(world), tmp_path, Keeping()).open()
+    with serving(service(world), tmp_path) as host:
+        assert host.versions[-1].why == "stopped"
+
+
+def test_a_wish_comes_between_batches(world: World, tmp_path: Path) -> None:
+    """Images that wait for company are answered as the operator wishes, within their deadline, and a version tells it."""
+    images, ids = world.stream()
+
+    async def wished(host: Host) -> tuple[list[dict[str, Any]], float]:
+        host.start()
+        begun = time.monotonic()
+        asking = [asyncio.create_task(host.predict(Sent(images[k : k + 1], (str(k),), ids[k : k + 1]))) for k in (0, 1)]
+        await asyncio.sleep(0.01)
+        frozen = await host.freeze()
+        told = [(await one)["answers"][0] for one in asking]
+        spent = time.monotonic() - begun
+        back = await host.rollback(0)
+        host.stop()
+        assert (frozen.number, back.number) == (1, 2)
+        return told, spent
+
+    host = Host(service(world, "tent"), tmp_path, Keeping(seconds=3600, deadline=0.3))
+    host.open()
+    told, spent = asyncio.run(wished(host))
+    host.close()
+    assert [one["did"] for one in told] == ["frozen", "frozen"]
+    assert told[0]["batch"] == told[1]["batch"]
+    assert 0.25 < spent < 2.0
+    assert (host.condition.mode, host.condition.learnt) == ("frozen", 0)
 
 
 # ---- the disk says no ---------------------------------------------------------------------------------------------------
