@@ -28,7 +28,7 @@ from fedshift.serve.numbers import Numbers
 from fedshift.serve.records import Record
 from fedshift.serve.records import opened as opened_records
 from fedshift.serve.service import Answered, Condition, Service
-from fedshift.serve.telling import codes_of, told, total
+from fedshift.serve.telling import Codes, told, total
 from fedshift.store.files import Damaged
 from fedshift.store.lock import Occupied, RunLock, owner_of
 
@@ -182,15 +182,15 @@ class Host:
     def _told(self, piece: Answered, names: Sequence[str], batch: int) -> list[dict[str, Any]]:
         """A piece's answers as people read them; they are counted and remembered too."""
         classes, known = self.service.classes, self.condition.judge.familiarity is not None
-        answers = told(piece, names, batch, classes, known)
-        served, adapted, frozen = (codes_of(logits) for logits in (piece.logits, piece.adapted, piece.frozen))
-        self._unwritten += map(Record, names[: len(served)], served, adapted, frozen)
+        codes = Codes.of(piece)
+        answers = told(piece, codes, names, batch, classes, known)
+        self._unwritten += map(Record, names[: len(answers)], *codes)
         self.numbers.answers(
-            served,
+            codes.served,
             total(one["confidence"] for one in answers),
             sum(one["unknown"] for one in answers),
-            sum(map(int.__ne__, adapted, frozen)),
-            len(served) if piece.did in ("fell back", "doubted") else 0,
+            sum(map(int.__ne__, codes.adapted, codes.frozen)),
+            len(answers) if piece.did in ("fell back", "doubted") else 0,
             {name: total(values.tolist()) for name, values in piece.telemetry.items()},
         )
         return answers

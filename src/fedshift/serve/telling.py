@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import numpy as np
 
 from fedshift.measures.predictions import NOTHING
 from fedshift.runs.answers import Answers
@@ -15,28 +15,40 @@ from fedshift.serve.service import Answered
 UNKNOWN = "unknown"
 
 
+class Codes(NamedTuple):
+    """Classes by number, an entry for each image; nothing where an answer is no number."""
+
+    served: list[int]
+    adapted: list[int]
+    frozen: list[int]
+
+    @staticmethod
+    def of(piece: Answered) -> Codes:
+        """The likeliest of each."""
+        return Codes(*(codes_of(logits.numpy()) for logits in (piece.logits, piece.adapted, piece.frozen)))
+
+
 def told(
-    piece: Answered, names: Sequence[str], batch: int, classes: Sequence[str], known: bool
+    piece: Answered, likeliest: Codes, names: Sequence[str], batch: int, classes: Sequence[str], known: bool
 ) -> list[dict[str, Any]]:
     """A piece's answers; with scores of strangeness where anything is ``known`` to compare with."""
     answers = Answers.of(piece.logits, classes)
     codes, chances = answers.codes.tolist(), answers.probabilities.tolist()
-    served, frozen = codes_of(piece.logits), codes_of(piece.frozen)
     strange = [column.tolist() for column in piece.strangeness]
     telemetry = {name: values.tolist() for name, values in piece.telemetry.items()}
     shown = {**dict(enumerate(classes)), NOTHING: UNKNOWN}
     found = []
     for i, code in enumerate(codes):
-        unknown = strange[3][i] or served[i] == NOTHING
+        unknown = strange[3][i] or likeliest.served[i] == NOTHING
         one = {
             "id": names[i],
             "label": UNKNOWN if unknown else classes[code],
-            "class": shown[served[i]],
+            "class": shown[likeliest.served[i]],
             "confidence": chances[i][code],
             "probabilities": dict(zip(classes, chances[i], strict=True)),
             "unknown": unknown,
             "did": piece.did,
-            "frozen": shown[frozen[i]],
+            "frozen": shown[likeliest.frozen[i]],
             "batch": batch,
             "telemetry": {name: values[i] for name, values in telemetry.items()},
         }
@@ -46,16 +58,14 @@ def told(
     return found
 
 
-def codes_of(logits: Tensor) -> list[int]:
+def codes_of(logits: np.ndarray) -> list[int]:
     """The likeliest classes; nothing where logits are no numbers, of which any could be the largest.
 
-    >>> import torch
-    >>> codes_of(torch.tensor([[0.0, 1.0], [math.nan, 1.0]]))
+    >>> codes_of(np.array([[0.0, 1.0], [math.nan, 1.0]]))
     [1, -1]
     """
-    top, codes = logits.max(1)
-    found: list[int] = codes.where(top.isfinite(), NOTHING).tolist()
-    return found
+    codes: list[int] = np.where(np.isfinite(logits.max(1)), logits.argmax(1), NOTHING).tolist()
+    return codes
 
 
 def total(values: Iterable[float]) -> float:
