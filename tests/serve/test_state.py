@@ -10,6 +10,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,16 @@ def test_one_server_at_a_time(world: World, tmp_path: Path) -> None:
         Host(service(world), tmp_path, Keeping()).open()
     with serving(service(world), tmp_path) as host:
         assert host.versions[-1].why == "stopped"
+
+
+def test_what_waits_for_the_model_is_bounded(world: World, tmp_path: Path) -> None:
+    own = service(world)
+    method = own.artefact.setup.method
+    for shape, most in (((3, 8, 8), 4096), ((3, 224, 224), 1783), ((3, 4096, 4096), 256)):
+        larger = replace(method, arch=replace(method.arch, input_shape=shape))
+        setup = replace(own.artefact.setup, methods={"cnn": larger})
+        host = Host(replace(own, artefact=replace(own.artefact, setup=setup)), tmp_path, Keeping())
+        assert host._batcher._most == most
 
 
 def test_a_wish_comes_between_batches(world: World, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,7 @@ from fedshift.store.lock import Occupied, RunLock, owner_of
 
 Result = TypeVar("Result")
 log = logging.getLogger("fedshift.serve")
+QUEUED, MOST, FEWEST = 256 << 20, 4096, 256  # bytes of images that may wait for the model, and how many
 WAITING = 100_000  # answers that are remembered in memory while the disk takes none
 
 
@@ -58,7 +60,8 @@ class Host:
         self._lock = RunLock(folder)
         self._model = ThreadPoolExecutor(1, f"model-{service.name}")
         self._disk = ThreadPoolExecutor(1, f"disk-{service.name}")
-        self._batcher = Batcher(self._answer, self._model, service.together, keeping.deadline)
+        most = max(QUEUED // math.prod(service.artefact.method.arch.input_shape), FEWEST)
+        self._batcher = Batcher(self._answer, self._model, service.together, keeping.deadline, most=min(most, MOST))
         self._saved: Condition = self.condition
         self._saved_at = time.monotonic()
         self._saving: Future[Version | None] | None = None
