@@ -33,6 +33,8 @@ COMMANDS = (
     ["join", ".", "--data", "{data}", "--out", "{out}/joined"],
     ["export", ".", "--client", OWNED],
     ["export", ".", "--client", OWNED, "--out", "{out}/exported"],
+    ["compare", ".", "."],
+    ["serve", "{artefacts}", "--adapter", "t3a", "--docker", "--out", "{out}/image"],
     ["data", "."],
     ["list", "methods"],
     ["doctor"],
@@ -94,7 +96,8 @@ def untouched(folder: Path) -> None:
 
 
 def filled(command: Sequence[str], folder: Path, out: Path) -> list[str]:
-    return [part.format(out=out, data=folder.parents[1] / "new") for part in command]
+    artefacts = next(folder.rglob("artefacts"))
+    return [part.format(out=out, data=folder.parents[1] / "new", artefacts=artefacts) for part in command]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command).replace(OWNED, "x"))

@@ -25,6 +25,7 @@ from fedshift.store.metric import Metric
 from fedshift.store.rows import ScoreRow
 from fedshift.store.summary import ClientScore, Summary, mean_over, summarise
 from tests.conftest import unseal
+from tests.input.program import fedshift, png
 from tests.results.test_reports import cells, tented
 from tests.runs.test_run import BOTH, SIZES, command, go, lines, tiny
 
@@ -136,6 +137,24 @@ def test_an_adapter_that_breaks_is_named_everywhere(
     assert any(
         row.get("broken") for row in json.loads(command(monkeypatch, capsys, "show", folder, "--format", "json"))
     )
+
+
+def test_pages_and_join_name_it_too(
+    broken: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder,) = broken.folders
+    (note,) = [note for note in broken.trouble if "are not numbers" in note]
+    command(monkeypatch, capsys, "report", folder, "--out", tmp_path / "page.html")
+    assert html.escape(note) in (tmp_path / "page.html").read_text()
+    (tmp_path / "new").mkdir()
+    for number in range(40):
+        (tmp_path / "new" / f"{number}.png").write_bytes(png(number))
+    joining = ("join", folder, "--data", tmp_path / "new", "--out", tmp_path / "joined", "--adapter")
+    said = fedshift(*map(str, (*joining, "lr 1e+30")))
+    assert said.refused
+    assert "with adapter 'lr 1e+30' gives no finite numbers" in said.err
+    assert not (tmp_path / "joined").exists()
+    assert fedshift(*map(str, (*joining, "lr 0.001"))).code == 0
 
 
 def test_a_broken_member_is_left_out_of_a_bound(broken: Result) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,23 @@ def test_what_would_leave_the_server_open_is_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["token"]
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--fit-after", "0"), ("--deadline", "-1"), ("--deadline", "nan"), ("--save-every", "0"), ("--save-seconds", "0"),
+        ("--save-seconds", "-inf"), ("--keep", "0"), ("--false-alarms", "0"), ("--false-alarms", "nan"),
+        ("--unknown-rate", "1.1"), ("--max-body", "nan"), ("--max-body", "inf"), ("--max-pixels", "-1"), ("--rate", "0"),
+        ("--threads", "0"),
+    ],
+)  # fmt: skip
+def test_numbers_with_which_nobody_can_serve_are_refused(
+    option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = refused(capsys, monkeypatch, tmp_path, f"{option}={value}")
+    assert said.startswith(f"error: {option} must be from ")
+    assert len(said.splitlines()) == 1
+
+
 def test_addresses_of_this_machine_need_nothing() -> None:
     for host in ("127.0.0.1", "localhost", "::1", "127.8.8.8"):
         assert Address(host).token() == ""
@@ -70,6 +88,19 @@ def test_a_folder_for_docker(world: World, tmp_path: Path, monkeypatch: pytest.M
     assert {"--token-file", "--certificate", "--key", "--adapter"} <= set(command)
     assert "USER fedshift" in text
     assert (target / "artefacts" / "paper" / "model.safetensors").is_file()
+
+
+def test_an_image_holds_nothing_that_a_link_leads_to(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images are sent around, and artefacts come from others."""
+    folder = Path(shutil.copytree(world.folder("fedbn"), tmp_path / "artefact"))
+    (tmp_path / "secret").write_text("mine")
+    (folder / "notes").symlink_to(tmp_path / "secret")
+    assert f"{folder / 'notes'} is a link" in refused(
+        capsys, monkeypatch, folder, "--adapter", "none", "--docker", "--out", tmp_path / "image"
+    )
+    assert not (tmp_path / "image").exists()
 
 
 def test_names_of_folders_and_samples(world: World) -> None:

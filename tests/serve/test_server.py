@@ -260,6 +260,13 @@ def test_oversized_and_slow_bodies_and_a_thousand_connections(everything: Server
     with socket.create_connection((host, port), 10) as slow:
         slow.sendall(b"POST /none/predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nx")
         assert b"408" in slow.recv(200)
+    taken = 0
+    with socket.create_connection((host, port), 10) as endless, contextlib.suppress(ConnectionError):
+        endless.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+        while taken < 64:
+            endless.sendall(b"X-More: " + b"x" * (1 << 20) + b"\r\n")
+            taken += 1
+    assert taken < 16  # MiB, of which the system itself holds some
     crowd = []
     try:
         for _ in range(1000):
@@ -385,6 +392,9 @@ def test_other_addresses_need_a_token_and_tls(world: World, tmp_path: Path) -> N
                 code, told = asked(path, token if token != "é" else "\xe9")
                 assert code == 401
                 assert set(told) == {"error"}
+        large = urllib.request.Request(f"https://127.0.0.1:{port}/predict", bytes(8 << 20))  # nobody reads it
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(large, context=trust, timeout=20)
         assert asked("/status", "0123456789abcdef0123")[0] == 200
         assert asked("/health", None)[0] == 200
         assert asked("/", None)[0] == 200

@@ -12,6 +12,20 @@ from fedshift.cli.app import app
 from fedshift.cli.printing import console
 from fedshift.errors import UserError
 
+RANGES = {
+    "--fit-after": (1, 100_000),  # they are held in memory until then
+    "--deadline": (0, 60_000),
+    "--save-every": (1, 1e9),
+    "--save-seconds": (0.05, 86_400),  # less would keep a core busy with looking
+    "--keep": (1, 10_000),
+    "--false-alarms": (1e-12, 1),
+    "--unknown-rate": (0, 1),
+    "--max-body": (0.001, 2048),
+    "--max-pixels": (0.001, 1000),
+    "--rate": (0.001, 1e9),
+    "--threads": (1, 1024),
+}
+
 
 @app.command()
 def serve(
@@ -71,6 +85,11 @@ def serve(
 
     if fall_back not in get_args(FallBack):
         raise UserError(f"--fall-back must be one of {', '.join(get_args(FallBack))}, not {fall_back!r}")
+    given = (fit_after, deadline, save_every, save_seconds, keep, false_alarms, unknown_rate, max_body, max_pixels, rate,
+             threads)  # fmt: skip
+    for value, (name, (least, most)) in zip(given, RANGES.items(), strict=True):
+        if not least <= value <= most:  # nor is what is no number
+            raise UserError(f"{name} must be from {least:g} to {most:g}, not {value:g}")
     settings = Settings(fit_after, unknown_rate, false_alarms, cast(FallBack, fall_back))
     options = {".".join(name): value for name, value in map(assignment, change or [])}
     folders = artefacts_in(paths)

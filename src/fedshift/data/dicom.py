@@ -20,7 +20,8 @@ MAGIC = slice(128, 132)
 DICOM_HEAD = 132  # bytes that tell whether a file is one
 DICOM = "dicom"  # what a picture's ``info`` has if it was made of one with more than eight bits
 _META = 2  # the group of what a file says of itself
-_BYTES = 8  # of a pixel and its share of the rest, at most: three colours of sixteen bits
+_PIXEL = 8  # bytes, at most: three colours of sixteen bits
+_HEADERS = 1 << 20  # bytes of everything beside pixels
 
 
 class TooLarge(ValueError):
@@ -74,7 +75,7 @@ def _read(source: bytes | Path | io.BytesIO, most_pixels: int | None) -> Any:
     try:
         with source.open("rb") if isinstance(source, Path) else nullcontext(_stream(source)) as file:
             if most_pixels is not None:
-                _check_deflated(file, most_pixels * _BYTES)
+                _check_deflated(file, most_pixels * _PIXEL + _HEADERS)
                 file.seek(0)
             return pydicom.dcmread(file)
     except TooLarge:
@@ -98,7 +99,7 @@ def _check_deflated(file: BinaryIO, most: int) -> None:
         inflating = zlib.decompressobj(-zlib.MAX_WBITS)
         inflating.decompress(file.read(), most)
         if inflating.unconsumed_tail:
-            raise TooLarge(f"it is too large (deflated; at most {most:,} bytes are read)")
+            raise TooLarge(f"it is too large (more than {most:,} bytes when it is inflated)")
 
 
 def _values(dataset: Any, window: Window | None) -> np.ndarray:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 import fedshift
@@ -33,7 +34,7 @@ from fedshift.runs.own_network import headed
 from fedshift.runs.pixel_network import PixelNetwork
 from fedshift.runs.raw_images import RawImages, as_bytes
 from fedshift.runs.setup import Network, Setup, make_setup, placeholder
-from fedshift.store.files import parsed
+from fedshift.store.files import Damaged, parsed
 from fedshift.store.trees import load as load_trees
 
 FORMAT = 2
@@ -289,16 +290,44 @@ def load(folder: str | Path, network: Network | None = None, head: str | None = 
             "method": [config["method"]],
         }
         specs = [AdapterSpec(**entry) for entry in _entries(config)]
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise UserError(f"{path / CONFIG} is not that of an artefact ({error!r})") from None
+        _check(config, shape, specs)
+    except (AttributeError, LookupError, TypeError, UserError, ValueError) as error:
+        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
+        raise UserError(f"{path / CONFIG} is not that of an artefact ({why})") from None
     experiment = Experiment.parse(table, str(path / CONFIG))
     spec: MethodSpec = experiment.method[0]
     setup = make_setup(experiment, spec, placeholder(shape, classes), headed(network, head))
-    model = load_model(path / MODEL, (*setup.method.arch.parameters, *setup.method.arch.buffers))
+    wanted = (*setup.method.arch.parameters, *setup.method.arch.buffers)
+    model = load_model(path / MODEL, wanted)
+    if missing := set(wanted) - set(model):
+        raise Damaged(path / MODEL, f"it has no {min(missing)!r}", REMEDY)
     rest = _part(path / STATE)
     parts = {own.title: Part(own, _part(path / part_file(own.title))) for own in specs}
-    known = Known.from_tensors(load_model(path / KNOWN, ())) if (path / KNOWN).exists() else None
+    known = _known(path / KNOWN, setup.method.arch.classes) if (path / KNOWN).exists() else None
     return Artefact(setup, {"model": model, **rest}, parts, classes, config, known)
+
+
+def _check(config: Mapping[str, Any], shape: Sequence[object], specs: Sequence[AdapterSpec]) -> None:
+    """Whether values are of the kind that they should be: artefacts come from others, and a seal is made by anybody."""
+    using, seed = config.get("using", ""), config["origin"]["seed"]
+    window_of(config["input"].get("window"))
+    wrong = {
+        "client": not isinstance(config["client"], str),
+        "seed": type(seed) is not int,
+        "classes": not config["classes"] or not all(isinstance(name, str) for name in config["classes"]),
+        "input": not all(type(side) is int and side > 0 for side in shape),
+        "using": config.get("format", 1) >= FORMAT and using not in ("", *(spec.title for spec in specs)),
+    }
+    if found := [name for name, is_so in wrong.items() if is_so]:
+        raise ValueError(f"its {found[0]} cannot be")
+
+
+def _known(path: Path, outputs: int) -> Known:
+    tensors = load_model(path, ())
+    known = parsed(path, lambda: Known.from_tensors(tensors), remedy=REMEDY)
+    if len(known.answered) != outputs:
+        raise Damaged(path, f"it is of {len(known.answered)} classes, not of {outputs}", REMEDY)
+    return known
 
 
 def _entries(config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -112,8 +112,22 @@ class Known:
 
     @staticmethod
     def from_tensors(tensors: Tensors) -> Known:
-        """From a file."""
-        return Known(**{field.name: tensors[field.name] for field in fields(Known)})
+        """From a file; a ValueError says that these do not belong together."""
+        known = Known(**{field.name: tensors[field.name] for field in fields(Known)})
+        (features, axes), places, images = known.axes.shape, known.directions.shape[1], len(known.energy)
+        wanted = {
+            "means": (len(known.means), features),
+            "spread": (axes,),
+            "rest": (),
+            "directions": (features, places),
+            **dict.fromkeys(("energy", "distance", "confidence", "right"), (images,)),
+            "places": (images, places),
+            "answered": (len(known.answered),),
+        }
+        wrong = [name for name, shape in wanted.items() if tuple(tensors[name].shape) != shape]
+        if wrong or not len(known.means) or not images:
+            raise ValueError(f"its {' and '.join(wrong) or 'images'} cannot be")
+        return known
 
 
 @torch.no_grad()

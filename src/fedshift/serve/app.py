@@ -21,6 +21,7 @@ from fedshift.serve.bodies import Refused
 from fedshift.serve.gate import Gate, Rules
 from fedshift.serve.host import Host
 from fedshift.serve.numbers import Exposition, expose
+from fedshift.store.seal import finite_in
 
 PAGE = {
     "/": ("index.html", "text/html"),
@@ -173,6 +174,7 @@ def _labels(body: bytes) -> dict[str, str]:
         raise Refused(400, 'feedback is {"id": ..., "label": ...}, or a list of these') from None
     if not truth:
         raise Refused(400, "there are no labels")
+    bodies.check_names(truth)
     return truth
 
 
@@ -223,4 +225,8 @@ def _exposed(text: Exposition, host: Host) -> None:
 
 
 def _json(value: Mapping[str, Any] | Sequence[Any]) -> Response:
-    return Response(json.dumps(value, allow_nan=False), media_type="application/json")
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except ValueError:  # what is no number is null
+        text = json.dumps(finite_in(value), allow_nan=False)
+    return Response(text, media_type="application/json")

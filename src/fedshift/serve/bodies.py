@@ -8,7 +8,7 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from fedshift.runs.raw_images import as_bytes
 FORMATS = ("PNG", "JPEG")
 NPY = b"\x93NUMPY"
 INT64 = 1 << 63
+LONGEST = 256  # characters of an id: they are remembered
 QUICK = 1 << 16  # pixels that are decoded in less time than another thread takes to begin
 
 
@@ -48,6 +49,11 @@ class Limits:
     pixels: int = 32 << 20  # of one image
     images: int = 256
     seconds: float = 10.0  # in which a body must have arrived
+
+    @property
+    def together(self) -> int:
+        """Pixels of all images of a request: a small body may hold very many that are very large."""
+        return 4 * self.pixels
 
 
 class Sent(NamedTuple):
@@ -69,7 +75,7 @@ async def read(
     inside: list[str] = []
     if kind == "multipart/form-data":
         parts, inside = await _form(body, headers, limits)
-        found = [_opened(part, limits, window) for part in parts]
+        found = _all_opened(parts, limits, window)
     elif kind == "application/json" or (kind in ("", "application/x-www-form-urlencoded") and body[:1] == b"{"):
         found, inside = _from_json(body, limits, window)
     elif body.startswith(NPY):
@@ -83,7 +89,17 @@ async def read(
     named = [*names] or inside
     if named and len(named) != len(found):
         raise Refused(400, f"there are {len(found)} images but {len(named)} ids")
+    check_names(named)
     return found, named
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse ids that cannot be remembered."""
+    for name in names:
+        if len(name) > LONGEST:
+            raise Refused(400, f"an id may have {LONGEST} characters, not {len(name)}")
+        if any("\ud800" <= letter <= "\udfff" for letter in name):  # half a character, which JSON lets through
+            raise Refused(400, "an id is not valid text")
 
 
 def fitted(
@@ -94,7 +110,7 @@ def fitted(
 ) -> Sent:
     """Decode and fit images as the benchmark's own were; an image without a name has the fingerprint of its pixels."""
     try:
-        pixels = as_bytes(list(images), shape, window)
+        pixels = torch.cat([_decoded(image, shape, window) for image in images])
     except UserError as error:
         raise Refused(400, str(error)) from None
     except Exception as error:  # Pillow's decoders raise whatever they stumble over
@@ -103,6 +119,14 @@ def fitted(
         return Sent(pixels, tuple(names), torch.tensor([id_of(name) for name in names]))
     ids = ids_of(pixels)
     return Sent(pixels, tuple(map(str, ids.tolist())), ids)
+
+
+def _decoded(image: Image.Image | np.ndarray, shape: Sequence[int], window: Window | None) -> Tensor:
+    try:
+        return as_bytes(image, shape, window)
+    finally:
+        if isinstance(image, Image.Image):
+            image.close()  # what was decoded is not held until the last of them is
 
 
 def quick(images: Sequence[Image.Image | np.ndarray]) -> bool:
@@ -140,6 +164,18 @@ def _opened(data: bytes, limits: Limits, window: Window | None) -> Image.Image:
         if is_dicom(data):
             raise Refused(400, str(error)) from None
         raise Refused(415, "the image is none of PNG, JPEG and DICOM, or is damaged") from None
+
+
+def _all_opened(parts: Iterable[bytes], limits: Limits, window: Window | None) -> list[Image.Image | np.ndarray]:
+    found: list[Image.Image | np.ndarray] = []
+    pixels = 0
+    for part in parts:
+        picture = _opened(part, limits, window)
+        found.append(picture)
+        pixels += picture.width * picture.height
+        if pixels > limits.together:
+            raise Refused(413, f"the images of one request may have {limits.together} pixels together")
+    return found
 
 
 def _check_size(width: int, height: int, limits: Limits) -> None:
@@ -189,7 +225,7 @@ def _from_json(body: bytes, limits: Limits, window: Window | None) -> tuple[list
         return _array(_numbers(table["array"]), limits), named
     if not isinstance(table["images"], list) or len(table["images"]) > limits.images:
         raise Refused(400, f'"images" must be a list of at most {limits.images} pictures in base64')
-    return [_opened(_decoded(text), limits, window) for text in table["images"]], named
+    return _all_opened(map(_plain, table["images"]), limits, window), named
 
 
 def _numbers(value: Any) -> np.ndarray:
@@ -202,7 +238,7 @@ def _numbers(value: Any) -> np.ndarray:
         raise Refused(400, '"array" must have whole numbers from 0 to 255, [n, height, width, channels]') from None
 
 
-def _decoded(text: Any) -> bytes:
+def _plain(text: Any) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError, TypeError):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import fedshift
+from fedshift.errors import UserError
 from fedshift.runs.new_folder import new_folder
 from fedshift.serve.service import Service
 
@@ -33,6 +34,8 @@ def write_image(
     folder: Path, artefacts: Sequence[Path], services: Sequence[Service], adapter: str, options: Sequence[str]
 ) -> list[str]:
     """A new folder with a Dockerfile and copies of the artefacts; how to go on, in lines for people."""
+    for link in (path for source in artefacts for path in (source, *source.rglob("*")) if path.is_symlink()):
+        raise UserError(f"{link} is a link, and what it leads to would be in the image: put a copy in its place")
     with new_folder(folder) as place:
         for source, service in zip(artefacts, services, strict=True):
             shutil.copytree(source, place / "artefacts" / service.name)

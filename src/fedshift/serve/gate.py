@@ -91,7 +91,7 @@ class Gate:
         if rules.hosts is not None and _name(host) not in rules.hosts:
             raise Refused(421, "this server is not called by that name")
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _place(origin) != host:
             raise Refused(403, "pages of other servers may not ask this one")
         self._spend((scope.get("client") or ("", 0))[0])
         if rules.token and scope["path"] not in OPEN:
@@ -103,8 +103,9 @@ class Gate:
     def _spend(self, address: str) -> None:
         """Take a request from an address's budget, which fills up again with time."""
         rate, now = self._rules.rate, time.monotonic()
-        left, then = self._budgets.pop(address, (rate, now))
-        left = min(rate, left + (now - then) * rate)
+        most = max(rate, 1.0)  # fewer than one a second would never make a whole one
+        left, then = self._budgets.pop(address, (most, now))
+        left = min(most, left + (now - then) * rate)
         self._budgets[address] = (max(left - 1, 0.0), now)
         if len(self._budgets) > ADDRESSES:
             self._budgets.popitem(last=False)
@@ -162,10 +163,21 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 def _name(host: str) -> str:
     """A host without its port.
 
-    >>> _name("localhost:8080"), _name("[::1]:8080"), _name("")
-    ('localhost', '::1', '')
+    >>> _name("localhost:8080"), _name("[::1]:8080"), _name(""), _name("[")
+    ('localhost', '::1', '', '')
     """
-    return (urlsplit(f"//{host}").hostname or "") if host else ""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:  # half an address
+        return ""
+
+
+def _place(origin: str) -> str | None:
+    """Host and port of an origin; None if it has none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 async def _refuse(send: Send, status: int, sentence: str) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,19 +21,22 @@ from typing import Any, TypeVar
 import torch
 
 from fedshift.errors import UserError
-from fedshift.runs.answers import Answers
 from fedshift.serve import service as heart
 from fedshift.serve.batching import Batcher
 from fedshift.serve.bodies import Refused, Sent
 from fedshift.serve.history import STOPPED, History, Version
 from fedshift.serve.numbers import Numbers
-from fedshift.serve.records import Record, Records
+from fedshift.serve.records import Record
+from fedshift.serve.records import opened as opened_records
 from fedshift.serve.service import Answered, Condition, Service
+from fedshift.serve.telling import Codes, told, total
+from fedshift.store.files import Damaged
 from fedshift.store.lock import Occupied, RunLock, owner_of
 
 Result = TypeVar("Result")
 log = logging.getLogger("fedshift.serve")
-UNKNOWN = "unknown"
+QUEUED, MOST, FEWEST = 256 << 20, 4096, 256  # bytes of images that may wait for the model, and how many
+WAITING = 100_000  # answers that are remembered in memory while the disk takes none
 
 
 @dataclass(frozen=True)
@@ -55,35 +60,52 @@ class Host:
         self._lock = RunLock(folder)
         self._model = ThreadPoolExecutor(1, f"model-{service.name}")
         self._disk = ThreadPoolExecutor(1, f"disk-{service.name}")
-        self._batcher = Batcher(self._answer, self._model, service.together, keeping.deadline)
+        most = max(QUEUED // math.prod(service.artefact.method.arch.input_shape), FEWEST)
+        self._batcher = Batcher(self._answer, self._model, service.together, keeping.deadline, most=min(most, MOST))
         self._saved: Condition = self.condition
         self._saved_at = time.monotonic()
-        self._saving: Future[None] | None = None
-        self._unwritten: list[Record] = []
+        self._saving: Future[Version | None] | None = None
+        self._failed = False  # the last version could not be written
+        self._unwritten: deque[Record] = deque(maxlen=WAITING)  # of the thread for the model
+        self._waiting: deque[Record] = deque(maxlen=WAITING)  # of the thread for the disk
         self._batches = 0
         self._tasks: list[asyncio.Task[None]] = []
 
     # ---- life ----------------------------------------------------------------------------------------------------------
     def open(self, fit_on: Callable[[Service], tuple[torch.Tensor, torch.Tensor]] | None = None) -> None:
         """Take the folder, and go on from its last version; a new service first looks at the images it was given."""
+        folder = self.history.folder
         try:
             self._lock.__enter__()
         except Occupied:
-            raise UserError(f"{self.history.folder} is in use by {owner_of(self.history.folder)}") from None
-        self.history.claim()
-        for left in (self.history.folder / "versions").glob(".*"):  # of a write that was killed
-            left.unlink(missing_ok=True)
-        self.records = Records(self.history.folder)
-        self.versions = self.history.versions()
-        last = self._restored()
+            raise UserError(f"{folder} is in use by {owner_of(folder) or 'another process'}") from None
+        try:
+            self._begin(fit_on)
+        except BaseException:
+            self._lock.__exit__(None, None, None)
+            raise
+
+    def _begin(self, fit_on: Callable[[Service], tuple[torch.Tensor, torch.Tensor]] | None) -> None:
+        said = self.history.claim()
+        damaged: list[Damaged] = []
+        self.versions = self.history.versions(damaged)
+        last = self._restored(damaged)
+        self.records, more = opened_records(self.history.folder)
+        if not more and self.records.last < last.answers:  # SQLite passes over a damaged end of its file without a word
+            gone = last.answers - self.records.last
+            more = [f"{gone} answers are gone from {self.history.folder}: labels will not find them"]
+        for line in (*said, *more, *map(str, damaged)):
+            self._say(line)
         if last.number:
             self._say(f"goes on from version {last.number}, after {last.seen} images")
-            if last.why != STOPPED:
-                self._say(
-                    f"the server before was killed: what was learnt after version {last.number} is lost, at most "
-                    f"{self.keeping.images} images or {self.keeping.seconds:g} seconds and what was under way"
-                )
-        elif not self.condition.fitted and fit_on is not None:
+        if damaged and last.number < self.history.next - 1:
+            self._say(f"what was learnt after version {last.number} is lost, if no copy of a later version is put back")
+        elif last.number and last.why != STOPPED:
+            self._say(
+                f"the server before was killed: what was learnt after version {last.number} is lost, at most "
+                f"{self.keeping.images} images or {self.keeping.seconds:g} seconds and what was under way"
+            )
+        if not last.number and not self.condition.fitted and fit_on is not None:
             pixels, ids = fit_on(self.service)
             self.condition = heart.fitted(self.service, self.condition, pixels, ids)
             self._say(f"adapter {self.service.label} has adapted to {len(pixels)} images of --fit-on")
@@ -97,16 +119,15 @@ class Host:
             self._say("the artefact knows nothing of its client's images: the first 400 will be taken for ordinary")
         self._saved = self.condition
 
-    def _restored(self) -> Version:
-        """The last version that can be read, and the condition it holds."""
-        for version in reversed(self.versions):
+    def _restored(self, damaged: list[Damaged]) -> Version:
+        """The last version that can be read, and the condition it holds; those that cannot are no versions."""
+        while True:
             try:
-                self.condition = self.history.load(version.number)
-            except UserError as error:
-                self._say(str(error))
-            else:
-                return version
-        raise AssertionError("version 0 needs no file")
+                self.condition = self.history.load(self.versions[-1].number)  # version 0 needs no file
+                return self.versions[-1]
+            except Damaged as error:
+                damaged.append(error)
+                self.versions = self.versions[:-1]
 
     def start(self) -> None:
         """Begin to answer; in an event loop."""
@@ -121,9 +142,11 @@ class Host:
         """Write down what was learnt, and let go of the folder."""
         self._model.shutdown()
         self._disk.shutdown()
-        self._write(self.condition, STOPPED, self._unwritten)
-        self.records.close()
-        self._lock.__exit__(None, None, None)
+        try:
+            self._write(self.condition, STOPPED, self._handed_over())
+            self.records.close()
+        finally:
+            self._lock.__exit__(None, None, None)
 
     # ---- answers -------------------------------------------------------------------------------------------------------
     async def predict(self, sent: Sent) -> dict[str, Any]:
@@ -136,9 +159,9 @@ class Host:
         names = [name for request in requests for name in request.names]
         pieces, after = heart.answered(self.service, self.condition, pixels, ids)
         self.condition = after
-        told: list[dict[str, Any]] = []
+        every: list[dict[str, Any]] = []
         for piece in pieces:
-            told += self._told(piece, names[len(told) :], self._batches)
+            every += self._told(piece, names[len(every) :], self._batches)
             self._batches += 1
         for piece in pieces:
             for event in piece.events:
@@ -155,47 +178,25 @@ class Host:
         }
         answers, start = [], 0
         for request in requests:
-            answers.append({**about, "answers": told[start : start + len(request.names)]})
+            answers.append({**about, "answers": every[start : start + len(request.names)]})
             start += len(request.names)
         return answers
 
     def _told(self, piece: Answered, names: Sequence[str], batch: int) -> list[dict[str, Any]]:
         """A piece's answers as people read them; they are counted and remembered too."""
-        answers = Answers.of(piece.logits, self.service.classes)
-        codes, chances = answers.codes.tolist(), answers.probabilities.tolist()
-        adapted, frozen = piece.adapted.argmax(1).tolist(), piece.frozen.argmax(1).tolist()
-        strange = [column.tolist() for column in piece.strangeness]
-        known = self.condition.judge.familiarity is not None
-        telemetry = {name: values.tolist() for name, values in piece.telemetry.items()}
-        classes = self.service.classes
-        told = []
-        for i, code in enumerate(codes):
-            unknown = strange[3][i]
-            one = {
-                "id": names[i],
-                "label": UNKNOWN if unknown else classes[code],
-                "class": classes[code],
-                "confidence": chances[i][code],
-                "probabilities": dict(zip(classes, chances[i], strict=True)),
-                "unknown": unknown,
-                "did": piece.did,
-                "frozen": classes[frozen[i]],
-                "batch": batch,
-                "telemetry": {name: values[i] for name, values in telemetry.items()},
-            }
-            if known:
-                one |= {"energy": strange[0][i], "distance": strange[1][i], "rarity": strange[2][i]}
-            told.append(one)
-        self._unwritten += map(Record, names[: len(codes)], codes, adapted, frozen)
+        classes, known = self.service.classes, self.condition.judge.familiarity is not None
+        codes = Codes.of(piece)
+        answers = told(piece, codes, names, batch, classes, known)
+        self._unwritten += map(Record, names[: len(answers)], *codes)
         self.numbers.answers(
-            codes,
-            sum(row[code] for row, code in zip(chances, codes, strict=True)),
-            sum(strange[3]),
-            sum(map(int.__ne__, adapted, frozen)),
-            len(codes) if piece.did in ("fell back", "doubted") else 0,
-            {name: sum(values) for name, values in telemetry.items()},
+            codes.served,
+            total(one["confidence"] for one in answers),
+            sum(one["unknown"] for one in answers),
+            sum(map(int.__ne__, codes.adapted, codes.frozen)),
+            len(answers) if piece.did in ("fell back", "doubted") else 0,
+            {name: total(values.tolist()) for name, values in piece.telemetry.items()},
         )
-        return told
+        return answers
 
     # ---- what an operator may do ----------------------------------------------------------------------------------------
     async def reset(self) -> Version:
@@ -229,59 +230,86 @@ class Host:
             raise Refused(400, f"there is no class {wrong[0]!r}; there are: {', '.join(self.service.classes)}")
 
         def noted(waiting: list[Record]) -> dict[str, Any]:
-            self.records.add(waiting)
-            missing = self.records.label({name: codes[label] for name, label in truth.items()})
+            try:
+                self._remember(waiting)
+                missing = self.records.label({name: codes[label] for name, label in truth.items()})
+                accuracy = self.records.accuracies(self.service.classes)
+            except UserError as error:
+                self._say(f"labels could not be noted: {error}")
+                raise Refused(503, "answers cannot be looked up now; the log of the server says why") from None
             if len(missing) == len(truth):
                 raise Refused(404, "no image with such an id was answered here")
-            return {
-                "noted": len(truth) - len(missing),
-                "missing": missing,
-                "accuracy": self.records.accuracies(self.service.classes),
-            }
+            return {"noted": len(truth) - len(missing), "missing": missing, "accuracy": accuracy}
 
-        loop = asyncio.get_running_loop()
-        waiting = await loop.run_in_executor(self._model, self._handed_over)
-        return await loop.run_in_executor(self._disk, noted, waiting)
+        def handed() -> Future[dict[str, Any]]:  # from thread to thread: whoever asked may go in between
+            return self._disk.submit(noted, self._handed_over())
+
+        return await asyncio.wrap_future(await asyncio.get_running_loop().run_in_executor(self._model, handed))
 
     async def accuracies(self) -> dict[str, Any]:
-        """Running accuracies of labels that came later."""
-        count = self.records.accuracies
-        return await asyncio.get_running_loop().run_in_executor(self._disk, count, self.service.classes)
+        """Running accuracies of labels that came later; none while the answers cannot be read."""
+
+        def counted() -> dict[str, Any]:
+            try:
+                return self.records.accuracies(self.service.classes)
+            except UserError as error:
+                self._say(str(error))
+                return {}
+
+        return await asyncio.get_running_loop().run_in_executor(self._disk, counted)
 
     # ---- versions ------------------------------------------------------------------------------------------------------
     async def _changed(self, change: Callable[[], Condition], why: str) -> Version:
         """Carry out a wish between two predictions, and write the version at once."""
 
-        def carried_out() -> Future[None]:
+        def carried_out() -> Future[Version | None]:
             self.condition = change()
             self._say(why)
+            self._saved, self._saved_at = self.condition, time.monotonic()
             return self._disk.submit(self._write, self.condition, why, self._handed_over())
 
         written = await asyncio.get_running_loop().run_in_executor(self._model, carried_out)
-        await asyncio.wrap_future(written)
-        return self.versions[-1]
+        version = await asyncio.wrap_future(written)
+        if version is None:
+            raise Refused(503, "it is done, but not written down yet: the log of the server says why")
+        return version
 
     def _keep(self) -> None:
         """Write a version if it is time, in the thread for the disk; one at a time."""
         condition, now = self.condition, time.monotonic()
         due = condition.seen - self._saved.seen >= self.keeping.images or now - self._saved_at >= self.keeping.seconds
-        if condition is self._saved or not due or (self._saving is not None and not self._saving.done()):
+        new = condition is not self._saved or self._failed
+        if not new or not due or (self._saving is not None and not self._saving.done()):
             return
         self._saved, self._saved_at = condition, now
         self._saving = self._disk.submit(self._write, condition, "kept", self._handed_over())
 
     def _handed_over(self) -> list[Record]:
-        handed, self._unwritten = self._unwritten, []
-        return handed
+        handed, self._unwritten = self._unwritten, deque(maxlen=WAITING)
+        return list(handed)
 
-    def _write(self, condition: Condition, why: str, records: list[Record]) -> None:
+    def _write(self, condition: Condition, why: str, records: list[Record]) -> Version | None:
+        """A version, and the answers since the last one; what could not be written is tried again."""
+        version = None
         try:
-            version = self.history.save(self.versions[-1].number + 1, condition, why)
-            self.records.add(records)
+            version = self.history.save(self.history.next, condition, why, self.records.last)
             there = self.history.numbers()
             self.versions = [one for one in (*self.versions, version) if one.number in there or not one.number]
         except (OSError, UserError) as error:
             self._say(f"version {self.versions[-1].number + 1} could not be written: {error}")
+        self._failed = version is None
+        try:
+            self._remember(records)
+        except UserError as error:
+            self._failed = True
+            self._say(f"{len(self._waiting)} answers could not be written: {error}")
+        return version
+
+    def _remember(self, records: list[Record]) -> None:
+        """Write answers; where that is not possible the newest of them wait for the next time."""
+        self._waiting.extend(records)
+        self.records.add(self._waiting)
+        self._waiting.clear()
 
     async def _clock(self) -> None:
         """What was learnt is written in time even if no more images come."""

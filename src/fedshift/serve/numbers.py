@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from bisect import bisect_left
 from collections import Counter, deque
@@ -50,7 +51,7 @@ class Bin:
 
 
 class Numbers:
-    """Counts of one client; one thread at a time."""
+    """Counts of one client. Requests are counted in one thread, their answers in another: they share the bins alone."""
 
     def __init__(self) -> None:
         self.requests: Counter[int] = Counter()  # by status
@@ -61,15 +62,17 @@ class Numbers:
         self.seconds = 0.0
         self.lines: deque[str] = deque(maxlen=LINES)
         self._bins: deque[Bin] = deque(maxlen=BINS)
+        self._turn = threading.Lock()
 
     def request(self, status: int, seconds: float) -> None:
         """A request has ended."""
         self.requests[status] += 1
         self.latency[bisect_left(BUCKETS, seconds)] += 1
         self.seconds += seconds
-        now = self._now()
-        now.requests += 1
-        now.seconds[round(math.log(max(seconds, 1e-6)) / STEP)] += 1
+        with self._turn:
+            now = self._now()
+            now.requests += 1
+            now.seconds[round(math.log(max(seconds, 1e-6)) / STEP)] += 1
 
     def answers(
         self, codes: Sequence[int], confidence: float, unknown: int, differing: int, fallen: int,
@@ -77,16 +80,18 @@ class Numbers:
     ) -> None:  # fmt: skip
         """Some images were answered; sums over them."""
         self.totals.update(images=len(codes), unknown=unknown, differing=differing, fallen=fallen)
-        self.classes.update(codes)
-        now = self._now()
-        now.images += len(codes)
-        now.unknown += unknown
-        now.differing += differing
-        now.fallen += fallen
-        now.confidence += confidence
-        now.classes.update(codes)
-        for name, total in telemetry.items():
-            now.telemetry[name] += total  # type: ignore[assignment]
+        real = [code for code in codes if code >= 0]  # answers that are no numbers are of no class
+        self.classes.update(real)
+        with self._turn:
+            now = self._now()
+            now.images += len(codes)
+            now.unknown += unknown
+            now.differing += differing
+            now.fallen += fallen
+            now.confidence += confidence
+            now.classes.update(real)
+            for name, total in telemetry.items():
+                now.telemetry[name] += total  # type: ignore[assignment]
 
     def say(self, line: str) -> None:
         """A line of the log, with its time."""
@@ -94,7 +99,8 @@ class Numbers:
 
     def timeline(self) -> list[dict[str, Any]]:
         """The last half hour, oldest first; seconds in which nothing came are left out."""
-        return [one.to_json() for one in self._bins]
+        with self._turn:
+            return [one.to_json() for one in self._bins]
 
     def _now(self) -> Bin:
         start = int(time.time()) // BIN * BIN

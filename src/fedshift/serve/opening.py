@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedshift.core.registry import ADAPTERS
 from fedshift.core.tree import to
 from fedshift.engines.auto import device_for
@@ -16,7 +18,7 @@ from fedshift.runs.artefact import Artefact, Part, load, overlaid
 from fedshift.runs.artefact_files import CONFIG
 from fedshift.runs.setup import Network
 from fedshift.runs.write_artefacts import folder_name
-from fedshift.serve.service import Service, Settings
+from fedshift.serve.service import Service, Settings, answered
 
 
 def open_service(
@@ -34,7 +36,16 @@ def open_service(
     the only one, or none. ``options`` change its settings.
     """
     artefact = placed(load(folder, network), device)
-    return service_of(artefact, adapter, options or {}, settings or Settings())
+    service = service_of(artefact, adapter, options or {}, settings or Settings())
+    nothing = torch.zeros(1, *artefact.method.arch.input_shape, dtype=torch.uint8)
+    try:  # tensors of somebody else's may have any shape: better now than at the first request
+        answered(service, service.begin(), nothing, torch.zeros(1, dtype=torch.int64))
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"{folder} cannot be served with {service.label}: it does not answer an image ({why})"
+        ) from None
+    return service
 
 
 def service_of(artefact: Artefact, adapter: str, options: Mapping[str, Any], settings: Settings) -> Service:
@@ -56,7 +67,7 @@ def chosen(artefact: Artefact, name: str) -> str:
         if len(own) > 1 and not artefact.using:
             raise UserError(f"say with --adapter which to serve with; the artefact has: none, {', '.join(own)}")
         return artefact.using or next(iter(own), "none")
-    if artefact.using and name != artefact.using and own[artefact.using].tensors:
+    if artefact.using in own and name != artefact.using and own[artefact.using].tensors:
         raise UserError(f"this artefact has adapted with {artefact.using!r}, so it is served with that")
     if name in own:
         return name

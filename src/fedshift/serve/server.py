@@ -31,6 +31,7 @@ from fedshift.serve.host import Host, Keeping
 from fedshift.serve.service import Service
 
 FILES = 65536
+HEAD = 1 << 16  # bytes of a request's first line and headers
 SHORTEST = 16  # characters of a token
 
 
@@ -93,10 +94,11 @@ class Options:
 
 
 class Impatient(HttpToolsProtocol):
-    """A connection that is closed when there are too many, or when it takes too long to say what it wants."""
+    """A connection that is closed when there are too many, or when it takes too long or too much to say what it wants."""
 
     most = 512
     seconds = 10.0
+    _head, _heading = 0, False  # bytes of headers that are not complete, and whether there are some
     _end: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -108,9 +110,22 @@ class Impatient(HttpToolsProtocol):
             self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Half a request must become a whole one in time."""
+        """Half a request must become a whole one in time; nobody else counts its headers, and a token is one of them."""
         super().data_received(data)
+        self._head = self._head + len(data) if self._heading else 0
+        if self._head > HEAD and not self.transport.is_closing():
+            self.transport.abort()
         self._watch()
+
+    def on_message_begin(self) -> None:
+        """The first line comes."""
+        self._heading = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """What comes now is a body, which others count."""
+        self._heading = False
+        super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody waits any more."""

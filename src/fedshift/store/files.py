@@ -143,7 +143,7 @@ def _why(error: Exception) -> str:
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------------
-def write(path: Path, content: str | bytes) -> None:
+def write(path: Path, content: str | bytes, hint: str = GO_ON) -> None:
     """Write a file, all or nothing: it appears under its name only when it is complete and on disk.
 
     >>> import tempfile
@@ -152,13 +152,15 @@ def write(path: Path, content: str | bytes) -> None:
     >>> [file.name for file in path.parent.iterdir()], path.read_text()
     (['notes.txt'], 'one')
     """
-    replace_with(
-        path, lambda temporary: temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    )
+    plain = content.encode() if isinstance(content, str) else content
+    replace_with(path, lambda temporary: temporary.write_bytes(plain), hint)
 
 
-def replace_with(path: Path, make: Callable[[Path], object]) -> None:
-    """:func:`write` for whoever writes files for himself; ``make`` is given a name to write to."""
+def replace_with(path: Path, make: Callable[[Path], object], hint: str = GO_ON) -> None:
+    """:func:`write` for whoever writes files for himself; ``make`` is given a name to write to.
+
+    ``hint`` is what to do where the system says no.
+    """
     if path.is_dir():
         raise Damaged(path, "it is a folder")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -168,7 +170,7 @@ def replace_with(path: Path, make: Callable[[Path], object]) -> None:
         os.replace(temporary, path)
         flush(path.parent)
     except OSError as error:
-        raise HostError.of(error, str(path), GO_ON) from None
+        raise HostError.of(error, str(path), hint) from None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -36,7 +36,7 @@ def sealed(table: Mapping[str, Any], place: str = "") -> dict[str, Any]:
     >>> opened(sealed({"a": 1}, "1/2"), "1/2")
     {'a': 1}
     """
-    plain = json.loads(json.dumps(_finite(table), allow_nan=False))
+    plain = json.loads(json.dumps(finite_in(table), allow_nan=False))
     return {**plain, SEAL: _seal(plain, place)}
 
 
@@ -57,12 +57,13 @@ def _seal(table: Mapping[str, Any], place: str) -> str:
     return f"{place} {digest_of(content)}".strip()
 
 
-def _finite(value: Any) -> Any:
+def finite_in(value: Any) -> Any:
+    """With None for every number that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: finite_in(item) for key, item in value.items()}
+    return [finite_in(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def read_table(path: Path, must: bool = False) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, uint8
 
 from fedshift.core.tree import Tensors, Tree
 from fedshift.errors import number_in
-from fedshift.store.files import Damaged, check_file, parsed, replace_with
+from fedshift.store.files import GO_ON, Damaged, check_file, parsed, replace_with
 from fedshift.store.seal import BROKEN, NONE, SEAL
 
 HEADER = "fedshift"
@@ -40,7 +40,7 @@ def read_tensors(path: Path, order: str = "", must: bool = False, remedy: str = 
             described = parsed(path, lambda: json.loads((file.metadata() or {})[HEADER]), remedy=remedy)
             keys = parsed(path, lambda: list(described.get(order) or file.keys()), remedy=remedy)
             # of their own, aligned memory: same bits in whatever is computed
-            tensors = {key: file.get_tensor(key).clone() for key in keys}
+            tensors = parsed(path, lambda: {key: file.get_tensor(key).clone() for key in keys}, remedy=remedy)
     except SafetensorError as error:
         raise Damaged(path, str(error), remedy) from None
     seal = described.pop(SEAL, None)
@@ -82,7 +82,7 @@ def write(path: Path, trees: Mapping[str, Tree], facts: Mapping[str, object] | N
     write_tensors(path, tensors, {"owners": owners, "order": list(tensors), "facts": dict(facts or {})}, seal)
 
 
-def save(path: Path, trees: Mapping[str, Tree], facts: Mapping[str, object] | None = None) -> None:
+def save(path: Path, trees: Mapping[str, Tree], facts: Mapping[str, object] | None = None, hint: str = GO_ON) -> None:
     """:func:`write`, all or nothing: the file appears under its name only when it is complete and on disk.
 
     >>> import tempfile, torch
@@ -91,7 +91,7 @@ def save(path: Path, trees: Mapping[str, Tree], facts: Mapping[str, object] | No
     >>> load(path)
     ({'server': {'model': {'w': tensor([1., 1.])}, 'nothing': {}}}, {'round': 3})
     """
-    replace_with(path, lambda temporary: write(temporary, trees, facts))
+    replace_with(path, lambda temporary: write(temporary, trees, facts), hint)
 
 
 def load(path: Path, must: bool = False, remedy: str = "") -> tuple[dict[str, Tree], dict[str, Any]]:
@@ -101,14 +101,14 @@ def load(path: Path, must: bool = False, remedy: str = "") -> tuple[dict[str, Tr
     return parsed(path, lambda: (_trees(tensors, header["owners"]), dict(header["facts"])), remedy=remedy)
 
 
-def facts_of(path: Path) -> dict[str, Any]:
+def facts_of(path: Path, remedy: str = "") -> dict[str, Any]:
     """The facts alone, without the trees; the seal is not looked at."""
-    check_file(path)
+    check_file(path, remedy)
     try:
         with safe_open(path, framework="pt") as file:
-            return dict(json.loads((file.metadata() or {})[HEADER])["facts"])
-    except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
-        raise Damaged(path, str(error)) from None
+            return parsed(path, lambda: dict(json.loads((file.metadata() or {})[HEADER])["facts"]), remedy=remedy)
+    except (OSError, SafetensorError) as error:
+        raise Damaged(path, str(error), remedy) from None
 
 
 def _trees(tensors: Tensors, owners: Sequence[tuple[str, Sequence[str]]]) -> dict[str, Tree]:
