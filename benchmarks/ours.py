@@ -107,13 +107,16 @@ PARTS: dict[str, dict[str, Any]] = {
         "preset": "digits-covariate",
         "method": [{**OURS, "adapters": [*OURS["adapters"], OURS_VIEWED]}, {"name": "fedavg", "label": "FedAvg"}],
     },
+    "digits-fedicon": {"preset": "digits-covariate", "rows": ["FedICON"]},
 }  # fmt: skip
 
 
 def experiment_of(part: str, seeds: list[int], rounds: int | None, tune: bool) -> Experiment:
-    """A preset with our rows, scored once, after the last round."""
+    """A preset with our rows (or those of its own that are asked for by their labels), scored once, after the last round."""
     changes = dict(PARTS[part])
     table = Experiment.load(changes.pop("preset")).model_dump(by_alias=True)
+    if rows := changes.pop("rows", None):
+        changes["method"] = [method for method in table["method"] if method["label"] in rows]
     for key, value in changes.items():
         *path, last = key.split(".")
         inner = table

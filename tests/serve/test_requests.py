@@ -23,7 +23,7 @@ from fedshift.serve.gate import Gate, Rules
 from fedshift.serve.host import Host, Keeping
 from fedshift.serve.numbers import Bin, Numbers
 from fedshift.serve.opening import service_of
-from fedshift.serve.service import Answered, Settings, answered
+from fedshift.serve.service import Settings
 from fedshift.serve.telling import UNKNOWN
 from tests.serve.conftest import World
 from tests.serve.servers import png
@@ -121,14 +121,16 @@ def test_ids_that_cannot_be_remembered_are_refused(name: str) -> None:
 def test_what_is_no_number_is_null_and_no_class(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``--fall-back never`` the adapter's answers are served whatever they are; nobody counts them as a class."""
 
-    def broken(*arguments: Any) -> Any:
-        pieces, after = answered(*arguments)
-        nothing = torch.full_like(pieces[0].logits, math.nan)
-        piece: Answered = pieces[0]._replace(logits=nothing, adapted=nothing, telemetry={"e": torch.tensor([math.nan])})
-        return (piece,), after
-
-    monkeypatch.setattr("fedshift.serve.host.heart.answered", broken)
     service = service_of(world.artefact("fedbn"), "t3a", {}, Settings(fall_back="never"))
+    kind, sound = type(service.adapter), type(service.adapter).predict
+
+    def broken(*arguments: Any) -> Any:
+        output, after = sound(*arguments)
+        nothing = torch.full_like(output.logits, math.nan)
+        return output._replace(logits=nothing, aux={**output.aux, "e": nothing[:, 0]}), after
+
+    monkeypatch.setattr(kind, "predict", broken)
+    monkeypatch.setattr(kind, "telemetry", ("e",))
     host = Host(service, tmp_path, Keeping(seconds=3600))
     host.open()
     images, ids = world.stream()

@@ -117,6 +117,8 @@ class Guards:
         begun = np.zeros_like(on)
         for step in self._ratios(seen):
             sums = np.minimum(np.maximum(sums + step, 0.0), height)
+            if sums.max() < height and not on.any():  # as nearly always: nothing begins, and nothing ends
+                continue
             risen = sums >= height
             begun |= risen & ~on
             on = (on | risen) & (sums > 0)

@@ -29,7 +29,7 @@ from fedshift.serve.numbers import Numbers
 from fedshift.serve.records import Record
 from fedshift.serve.records import opened as opened_records
 from fedshift.serve.service import Answered, Condition, Service
-from fedshift.serve.telling import Codes, told, total
+from fedshift.serve.telling import told, total
 from fedshift.store.files import Damaged
 from fedshift.store.lock import Occupied, RunLock, owner_of
 
@@ -185,8 +185,7 @@ class Host:
     def _told(self, piece: Answered, names: Sequence[str], batch: int) -> list[dict[str, Any]]:
         """A piece's answers as people read them; they are counted and remembered too."""
         classes, known = self.service.classes, self.condition.judge.familiarity is not None
-        codes = Codes.of(piece)
-        answers = told(piece, codes, names, batch, classes, known)
+        codes, answers = piece.codes, told(piece, names, batch, classes, known)
         self._unwritten += map(Record, names[: len(answers)], *codes)
         self.numbers.answers(
             codes.served,

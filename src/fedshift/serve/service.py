@@ -7,6 +7,7 @@ learns is :attr:`Condition.tree`. :func:`answered` is the only way on; :func:`re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +21,7 @@ from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
 from fedshift.core.tree import Tree
 from fedshift.engines.reference import EVALUATION_CHUNK, as_floats, chunks, draws_of
+from fedshift.measures.predictions import NOTHING
 from fedshift.runs.answers import names_of
 from fedshift.runs.artefact import Artefact
 from fedshift.runs.known import Known
@@ -75,12 +77,20 @@ class Condition:
     usual: tuple[Output, ...] = field(default=(), repr=False)  # what the frozen model said about the first images
 
 
+class Codes(NamedTuple):
+    """Classes by number, an entry for each image; nothing where an answer is no number."""
+
+    served: list[int]
+    adapted: list[int]  # the adapter's own, or the frozen model's where it did not run
+    frozen: list[int]
+
+
 class Answered(NamedTuple):
     """What was answered to some images that were looked at together."""
 
     logits: Tensor  # what is served; on the CPU
-    adapted: Tensor  # the adapter's own, or the frozen model's where it did not run
     frozen: Tensor
+    codes: Codes
     strangeness: Strangeness
     telemetry: Mapping[str, Tensor]
     did: Did
@@ -183,7 +193,8 @@ def _answered(service: Service, before: Condition, pixels: Tensor, ids: Tensor) 
     plain = heard.answer
     own = plain if output is None else output
     adapted, deployed = on_cpu(own.logits), on_cpu(plain.logits)
-    told, said = (_read(logits.numpy()) for logits in (deployed, adapted))
+    told = _read(deployed.numpy())
+    said = told if own is plain else _read(adapted.numpy())
     broken = not np.isfinite(said.top).all()
     before = _usual(service, before, plain)
     strangeness = _strangeness(before.judge, told.energy, on_cpu(plain.features))
@@ -208,10 +219,11 @@ def _answered(service: Service, before: Condition, pixels: Tensor, ids: Tensor) 
         after, lines = _collected(service, after, pixels, ids)
         events += lines
         did = "doubted" if doubt else did
-    served = deployed if did in ("fell back", "doubted") else adapted
+    served, read = (deployed, told) if did in ("fell back", "doubted") else (adapted, said)
     telemetry = {} if output is None else {name: on_cpu(output.aux[name]) for name in service.adapter.telemetry}
     alarms = after.judge.guards.names(after.levels)
-    return Answered(served, adapted, deployed, strangeness, telemetry, did, alarms, events), after
+    codes = Codes(read.codes, said.codes, told.codes)
+    return Answered(served, deployed, codes, strangeness, telemetry, did, alarms, events), after
 
 
 def _reasons(fall_back: FallBack, guards: Guards, levels: Levels, broken: bool) -> list[str]:
@@ -282,6 +294,12 @@ class _Read(NamedTuple):
     confidence: np.ndarray
     energy: np.ndarray
     top: np.ndarray  # not finite where there is no answer
+
+    @property
+    def codes(self) -> list[int]:
+        """The likeliest classes; nothing where logits are no numbers, of which any could be the largest."""
+        found = zip(self.classes.tolist(), self.top.tolist(), strict=True)
+        return [code if math.isfinite(top) else NOTHING for code, top in found]
 
 
 def _read(logits: np.ndarray) -> _Read:
