@@ -180,7 +180,8 @@ class Experiment(Table):
         scales = {name: table.pop(name, {}) for name in ("small", "paper")}
         if scale == "paper" and not scales["paper"]:
             raise UserError(f"{source} has no [paper] table: its settings are the paper's, or its notes say why not")
-        for key, value in scales.get(scale, {}).items():
+        chosen = scales.get(scale, {}) if isinstance(scale, str) else {}  # what is no word is refused below
+        for key, value in chosen.items():
             override(table, key.split("."), value)
         for key, value in changes:
             if key == ["extends"]:
