@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import pickle
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 import fedshift as package
 from tests.input.program import Said, fedshift, png, run, table
+from tests.results.test_watch import ask, serving
 
 SCRIPT = "<script>alert(1)</script>"
 OWNED = "\x1b]0;owned\x07"
@@ -36,6 +38,14 @@ COMMANDS = (
     ["compare", ".", "."],
     ["serve", "{artefacts}", "--adapter", "t3a", "--docker", "--out", "{out}/image"],
     ["data", "."],
+    ["run", "."],
+    ["tune", "."],
+    ["cache"],
+    ["deploy", "check", ".", "--data", "{data}"],
+    ["deploy", "status", "."],
+    ["deploy", "run", "."],
+    ["deploy", "join", ".", "--data", "{data}"],
+    ["deploy", "join", ".", "--data", "{data}", "--out", "{out}/party"],
     ["list", "methods"],
     ["doctor"],
 )
@@ -142,6 +152,20 @@ def test_an_artefact_of_pickles_is_refused(foreign: Path, tmp_path: Path) -> Non
     with pytest.raises(package.UserError):
         package.load(tmp_path)
     assert not (tmp_path / "sprung").exists()
+
+
+def test_the_live_page_holds_no_name_and_serves_no_file(foreign: Path) -> None:
+    """Names come as JSON, beside the page, and its script writes them as text."""
+    with serving(foreign) as server:
+        paths = ("/", "/state", "/report.html", "/radar.png", "/../../mine.txt")
+        (page, state, *others) = (ask(server, "GET", path) for path in paths)
+    assert [status for status, _ in (page, state, *others)] == [200, 200, 404, 404, 404]
+    assert SCRIPT not in page[1]
+    assert "\x1b" not in page[1] + state[1]
+    (run,) = json.loads(state[1])["runs"]
+    assert {name for name, _ in run["losses"]} == {OWNED, SCRIPT}
+    assert run["state"] == "finished"
+    untouched(foreign)
 
 
 @pytest.mark.system
