@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
+from fedshift.core import rng
+from fedshift.core.method import Method
 from fedshift.data.task import Client, Task
 from fedshift.engines.base import Compute
 from fedshift.engines.sequential import Sequential
 from fedshift.experiment.schema import MethodSpec
+from fedshift.methods.centralised import Centralised
 from fedshift.methods.fedavg import FedAvg
+from fedshift.runs.round import drawn
 from fedshift.runs.session import Session
 from fedshift.runs.setup import Setup
 from tests.conftest import tiny_arch, tiny_train
@@ -33,6 +40,30 @@ def test_a_round_looks_at_those_who_take_part() -> None:
     assert report.participants == 10
     assert not state.locals  # FedAvg keeps nothing at clients
     assert "_places" not in vars(session)  # nobody was asked which of one network he has
+    assert session._others == frozenset()  # nor looked up among all who train
+
+
+def test_who_takes_part_is_who_always_did() -> None:
+    session = made(1)
+    first = [1238, 1476, 1619, 1662, 1758, 1939, 1995, 2892, 3049, 4008]
+    eighth = [1141, 1157, 1611, 1688, 3179, 3273, 3514, 3551, 3924, 4979]
+    for number, expected in ((0, first), (7, eighth)):
+        assert [client.name for client in session.participants(number)] == [f"client-{k}" for k in expected]
+
+
+@pytest.mark.parametrize(("clients", "count"), [(2, 1), (17, 1), (17, 16), (1000, 10), (1000, 500), (100_003, 100)])
+def test_who_is_drawn_begins_the_permutation(clients: int, count: int) -> None:
+    for seed in (0, 5, 2**62):
+        assert drawn(seed, clients, count) == rng.permutation(seed, clients)[:count].sort().values.tolist()
+
+
+@pytest.mark.parametrize(("kind", "others"), [(FedAvg, "c"), (Centralised, "abc")])
+def test_who_does_not_train_is_known(kind: type[Method], others: str) -> None:
+    task, method = made(1).task, kind(arch=tiny_arch("mlp"), train=tiny_train())
+    a, b, c = (replace(client, name=name) for name, client in zip("abc", task.clients[:3], strict=True))
+    setup = Setup(MethodSpec(name="any"), {"mlp": method}, tiny_train())
+    session = Session(setup, replace(task, clients=(a, b), unseen=(c,)), Sequential(), Compute(), 0, 2)
+    assert session._others == frozenset(others)
 
 
 def test_networks_are_dealt_in_turn() -> None:

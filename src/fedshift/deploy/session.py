@@ -45,9 +45,9 @@ class ServerSession(Session):
         self._deployments: dict[int, Deployment] = {}
         self._told: dict[tuple[int, str], tuple[tuple[str, ...], dict[tuple[str, str], Score]]] = {}  # parts, scores
 
-    def size_of(self, client: str) -> int:
+    def size_of(self, client: Client) -> int:
         """How many images a party says it trains on."""
-        return self._remote.exchange.sizes()[client]
+        return self._remote.exchange.sizes()[client.name]
 
     def deploy(self, state: State) -> Deployment:
         """The models of this state, which are at the parties."""

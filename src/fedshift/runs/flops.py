@@ -122,7 +122,7 @@ def _aggregation(session: Session, rounds: int, compute: Compute) -> int | None:
         ups = {client.name: there[owners[client.name]] for client in come}
         server = _copied(session.start().server, Compute(device, compute.dtype))
         with suppress(Exception):  # meta tensors refuse in many ways, and a method of the user's may do anything
-            return tally(partial(session.aggregated, server, ups, ctx))[1].flops
+            return tally(partial(session.aggregated, server, ups, come, ctx))[1].flops
     return None
 
 

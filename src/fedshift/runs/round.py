@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import torch
+
+from fedshift.core import rng
 from fedshift.core.context import Context, Phase
 from fedshift.core.method import Method
 from fedshift.core.tree import Tree
@@ -35,6 +39,17 @@ class Begun:
     clients: Sequence[Client]
     downs: Mapping[str, Tree]
     started: float
+
+
+def drawn(seed: int, clients: int, count: int) -> list[int]:
+    """The first ``count`` of a permutation of more ``clients``, ascending; all the others are not put in order for that.
+
+    >>> drawn(7, 1000, 5) == sorted(rng.permutation(7, 1000)[:5].tolist())
+    True
+    """
+    keys = rng.bits(seed, torch.arange(1), (clients,))[0].numpy()  # a permutation sorts by them, and no two are equal
+    first: list[int] = np.argpartition(keys, count)[:count].tolist()
+    return sorted(first)
 
 
 def phases_of(method: Method, ctx: Context) -> tuple[Phase, ...]:

@@ -30,7 +30,7 @@ from fedshift.privacy.upload import UNSENT
 from fedshift.runs.deployment import Deployment
 from fedshift.runs.memory import memory_so_far, resident_peak
 from fedshift.runs.private import lots, possible, told_by
-from fedshift.runs.round import Begun, RoundReport, phases_of, work_in
+from fedshift.runs.round import Begun, RoundReport, drawn, phases_of, work_in
 from fedshift.runs.setup import Setup
 from fedshift.runs.uploads import Delivered, Sent, Uploads
 from fedshift.store.state import State
@@ -67,8 +67,12 @@ class Session:
         return {client.name: i for group in (self.task.unseen, self.training.clients) for i, client in enumerate(group)}
 
     @cached_property
-    def _trains(self) -> frozenset[str]:
-        return frozenset(client.name for client in self.training.clients)
+    def _others(self) -> frozenset[str]:
+        """The task's clients who do not train: mostly the unseen ones, so that millions who do are not gone through."""
+        others = frozenset(client.name for client in self.task.unseen)
+        if self.training is self.task:
+            return others
+        return others.union(c.name for c in self.task.clients).difference(c.name for c in self.training.clients)
 
     # ---- rounds --------------------------------------------------------------------------------------------------------
     def start(self) -> State:
@@ -107,12 +111,12 @@ class Session:
         server, metrics = state.server, dict[str, torch.Tensor]()
         delivered = self._delivered(state, begun, replies)
         if delivered.ups:
-            server, metrics = self.aggregated(server, delivered.ups, begun.ctx)
+            server, metrics = self.aggregated(server, delivered.ups, begun.clients, begun.ctx)
         whole = {name: {**reply.local, **delivered.kept.get(name, {})} for name, reply in sound.items()}
         kept = {name: local for name, local in whole.items() if local}
         report = RoundReport(
             participants=len(replies),
-            loss=self._mean_loss(sound),
+            loss=self._mean_loss(begun.clients, sound),
             bytes_down=sum(float_bytes(down) for down in begun.downs.values()) + delivered.bytes_down,
             bytes_up=delivered.bytes_up,
             seconds=(time.perf_counter() - begun.started) / beside,
@@ -123,16 +127,19 @@ class Session:
         )
         return State(state.round + 1, server, {**state.locals, **kept}), report
 
-    def aggregated(self, server: Tree, ups: Mapping[str, Tree], ctx: Context) -> tuple[Tree, Tensors]:
-        """The server after these clients' messages, and its numbers about that."""
-        samples = torch.tensor([float(self.size_of(name)) if name in self._trains else 1.0 for name in ups])
+    def aggregated(
+        self, server: Tree, ups: Mapping[str, Tree], clients: Sequence[Client], ctx: Context
+    ) -> tuple[Tree, Tensors]:
+        """The server after these clients' messages, and its numbers about that; a message may also be nobody's."""
+        sizes = {client.name: self.size_of(client) for client in clients if client.name in ups}
+        samples = torch.tensor([float(sizes.get(name, 1)) for name in ups])
         seed = rng.seed_of(self.seed, ctx.round, "server")
         whole = ServerContext(ctx.round, ctx.rounds, ctx.clients, ctx.stage, samples=samples, seed=seed)
         return self.setup.method.aggregate(server, ups, whole)
 
-    def size_of(self, client: str) -> int:
+    def size_of(self, client: Client) -> int:
         """How many images a client trains on."""
-        return len(self.training.client(client).train)
+        return len(client.train)
 
     def context(self, number: int) -> Context:
         """Where in the run round ``number`` (from 0) is."""
@@ -144,10 +151,9 @@ class Session:
         if self.setup.privacy is not None and self.setup.privacy.sampling == "poisson":
             return [client for client, lot in zip(clients, self._lots(number), strict=True) if lot < self.participation]
         count = max(1, math.floor(self.participation * len(clients) + 0.5))
-        if count == len(clients):
+        if count >= len(clients):
             return list(clients)
-        chosen = rng.permutation(rng.seed_of(self.seed, number, "participants"), len(clients))[:count]
-        return [clients[i] for i in chosen.sort().values.tolist()]
+        return [clients[i] for i in drawn(rng.seed_of(self.seed, number, "participants"), len(clients), count)]
 
     def by_arch(self, clients: Sequence[Client]) -> dict[str, list[Client]]:
         """These clients by their architecture, which is never one without clients."""
@@ -327,7 +333,7 @@ class Session:
         return lots(self.seed, number, len(self.training.clients))
 
     def _first_local(self, client: Client, ctx: Context) -> Tree:
-        trains = client.name in self._trains
+        trains = client.name not in self._others
         task, model = self.training if trains else self.task, self.initial[self.arch_of(client)]
         made = first_local(self.method_of(client), model, task, client, self.seed, ctx, unseen=not trains)
         return to(made, self.compute.device)
@@ -336,7 +342,7 @@ class Session:
         """Peak memory so far; what other processes need is not known here."""
         return {} if isinstance(self.engine, Parallel | Ray) else memory_so_far(self.compute.device, self._resident)
 
-    def _mean_loss(self, replies: Mapping[str, Reply]) -> float:
-        sizes = {name: self.size_of(name) for name in replies}
+    def _mean_loss(self, clients: Sequence[Client], replies: Mapping[str, Reply]) -> float:
+        sizes = {client.name: self.size_of(client) for client in clients if client.name in replies}
         total = sum(sizes.values())
         return sum(reply.loss * sizes[name] for name, reply in replies.items()) / total if total else float("nan")
