@@ -1,26 +1,34 @@
 """What a cluster and secret sums cost, measured in one run.
 
     python -m benchmarks.scale ray        engine ray with two workers against engine parallel with two, in turn
+    python -m benchmarks.scale ray-gpu    a worker of engine ray that holds a GPU against engine vmapped here, in turn
     python -m benchmarks.scale secure     CPU of a party in a secure summation of 10 MB among 20
 
-The network of ``ray`` is the CNN of the FedTHE paper, the batch 32, the method FedAvg.
+The network of ``ray`` and ``ray-gpu`` is the CNN of the FedTHE paper, the batch 32, the method FedAvg. ``ray-gpu`` has
+clients, batches and settings of benchmarks/networks.py; exit code 2 if there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import TypeVar
 
 import numpy as np
 import torch
 
+from benchmarks import networks
 from benchmarks.speed import make_method, make_task, one_round, rate
+from fedshift.engines.auto import compute_for
+from fedshift.engines.base import Engine
 from fedshift.engines.parallel import Parallel
 from fedshift.engines.ray import Ray
-from fedshift.privacy.secure_sum import Member, total_of
+from fedshift.engines.torch_flags import steady
+from fedshift.engines.vmapped import Vmapped
 
 T = TypeVar("T")
 
@@ -32,26 +40,65 @@ def ray(workers: int = 2, pairs: int = 9) -> None:
     device = torch.device("cpu")
     near, far = Parallel(workers=workers), Ray(workers=workers)
     try:
-        rounds = [one_round(engine, method, task, device) for engine in (near, far)]
-        for one in rounds:
-            rate(one, work, repeats=2)
-        # in turn, and in the other order every second time: the machine is the same for both
-        found = []
-        for number in range(pairs):
-            order = (0, 1) if number % 2 else (1, 0)
-            one = {which: rate(rounds[which], work, 2, 0) for which in order}
-            found.append((one[0], one[1]))
+        found = in_turn([one_round(engine, method, task, device) for engine in (near, far)], work, pairs)
     finally:
         near.close()
         far.close()
-    ratio = statistics.median(theirs / ours for ours, theirs in found)
-    print(f"parallel, {workers} workers   {statistics.median(ours for ours, _ in found):>9,.0f} samples/s")
-    print(f"ray, {workers} workers        {statistics.median(theirs for _, theirs in found):>9,.0f} samples/s")
-    print(f"ray / parallel, median of {pairs} pairs: {ratio:.2f}")
+    show(found, f"parallel, {workers} workers", f"ray, {workers} workers", "ray / parallel")
+
+
+def ray_gpu(clients: int = 100, pairs: int = 9) -> None:
+    """The worker is another process on the same GPU; it and this one never work at the same time."""
+    if not torch.cuda.is_available():
+        sys.exit(no_gpu("there is no GPU that torch can use here, and this measures a worker that holds one"))
+    network, compute = networks.NETWORKS["cnn"], compute_for("cuda", "auto")
+    work = clients * network.batches * networks.BATCH * networks.EPOCHS
+
+    def rounds(engine: Engine) -> Callable[[], None]:
+        go = networks.rounds_of(engine, network, clients, network.batches, networks.EPOCHS)
+
+        def once() -> None:
+            go()
+
+        return once
+
+    with steady(compute.tf32), closing(Vmapped(compute)) as near, closing(Ray(compute, workers=1)) as far:
+        if not far.workers:
+            sys.exit(no_gpu("torch sees a GPU here and Ray's cluster has none: is RAY_ADDRESS another machine's?"))
+        found = in_turn([rounds(near), rounds(far)], work, pairs)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {clients} clients, {work:,} samples a round")
+    show(found, "vmapped, in this process", "ray, a worker with a GPU", "ray / vmapped")
+
+
+def no_gpu(sentence: str) -> int:
+    print(sentence, file=sys.stderr)
+    return 2
+
+
+def in_turn(rounds: list[Callable[[], None]], work: int, pairs: int) -> list[tuple[float, float]]:
+    """Samples per second of both, in turn and in the other order every second time: the machine is the same for both."""
+    for one in rounds:
+        rate(one, work, repeats=2)
+    found = []
+    for number in range(pairs):
+        order = (0, 1) if number % 2 else (1, 0)
+        rates = {which: rate(rounds[which], work, 2, 0) for which in order}
+        found.append((rates[0], rates[1]))
+    return found
+
+
+def show(found: list[tuple[float, float]], near: str, far: str, quotient: str) -> None:
+    for name, rates in zip((near, far), zip(*found, strict=True), strict=True):
+        print(f"{name:<24} {statistics.median(rates):>11,.0f} samples/s")
+    ratios = [theirs / ours for ours, theirs in found]
+    between = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    print(f"{quotient}, median of {len(found)} pairs: {statistics.median(ratios):.2f} ({between})")
 
 
 def secure(parties: int = 20, megabytes: int = 10, lost: int = 2) -> None:
     """Every message of every party, by the CPU seconds of its process."""
+    from fedshift.privacy.secure_sum import Member, total_of  # a machine with a GPU need not have what it needs
+
     size = megabytes * 1_000_000 // 4
     spent = [0.0] * parties
 
@@ -82,5 +129,6 @@ def secure(parties: int = 20, megabytes: int = 10, lost: int = 2) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("ray", "secure"))
-    {"ray": ray, "secure": secure}[parser.parse_args().what]()
+    parts: dict[str, Callable[[], None]] = {"ray": ray, "ray-gpu": ray_gpu, "secure": secure}
+    parser.add_argument("what", choices=parts)
+    parts[parser.parse_args().what]()

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from fedshift.engines import ray_worker
-from fedshift.engines.base import Compute
+from fedshift.engines.base import Compute, Reply
 from fedshift.engines.dealing import apart, common_of, joined, pieces_of
-from fedshift.engines.ray_worker import KEPT, TASKS, Known, Worker, arrays_of, boxed, tree_of, unboxed
+from fedshift.engines.ray_worker import KEPT, TASKS, Known, SentReplies, Worker, arrays_of, boxed, tree_of, unboxed
 from tests.conftest import ragged_task
 
 
@@ -33,6 +33,36 @@ def test_what_travels_arrives_as_it_was() -> None:
     assert torch.equal(again.images, task.images)
     assert again.hash == task.hash
     assert [client.name for client in again.clients] == [client.name for client in task.clients]
+
+
+def test_replies_of_any_form_travel_together_and_what_is_kept_owns_its_memory() -> None:
+    replies = {
+        name: Reply(
+            {"model": {"w": torch.full((width,), value), "n": torch.tensor(steps)}}, kept, value, steps, value < 3
+        )
+        for steps, (name, width, value, kept) in enumerate(
+            (
+                ("a", 2, 1.0, {}),
+                ("b", 3, 2.0, {"head": {"v": torch.tensor(2.0)}}),
+                ("c", 2, 3.0, {}),
+                ("d", 3, 4.0, {"head": {"v": torch.tensor(4.0)}}),
+                ("e", 3, 5.0, {"head": {}}),
+            )
+        )
+    }
+    sent = SentReplies.of(replies)
+    assert [group.clients for group in sent] == [("a", "c"), ("b", "d"), ("e",)]
+    back = {name: reply for group in sent for name, reply in group.opened(torch.device("cpu")).items()}
+    for name, reply in replies.items():
+        found = back[name]
+        assert (found.loss, found.steps, found.finite) == (reply.loss, reply.steps, reply.finite)
+        for one, other in ((found.up, reply.up), (found.local, reply.local)):
+            assert {slot: set(leaves) for slot, leaves in one.items()} == {
+                s: set(leaves) for s, leaves in other.items()
+            }
+            assert all(torch.equal(one[s][n], leaf) for s, leaves in other.items() for n, leaf in leaves.items())
+    kept = back["b"].local["head"]["v"]
+    assert kept.untyped_storage().nbytes() == kept.nbytes  # not all of the others' with it
 
 
 def test_everybody_is_dealt_once_and_what_is_common_once_for_all() -> None:
@@ -100,7 +130,7 @@ PROGRAM = """
     from dataclasses import dataclass
     from pathlib import Path
     from fedshift.core.method import Method
-    from fedshift.engines.base import Compute
+    from fedshift.engines.base import Compute, Reply
     from fedshift.engines.ray import Ray
     from fedshift.engines.sequential import Sequential
     from fedshift.experiment.schema import MethodSpec

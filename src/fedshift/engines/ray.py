@@ -77,7 +77,8 @@ class Ray:
 
         found: dict[str, Reply] = {}
         for replies in self._run(send, self._dealt(names, [len(task.client(name).train) for name in names])):
-            found |= {name: reply.opened(self.compute.device) for name, reply in replies.items()}
+            for group in replies:
+                found |= group.opened(self.compute.device)
         return {name: found[name] for name in names}
 
     def evaluate(

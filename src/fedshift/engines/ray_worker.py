@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedshift.core.tree import Tree, to
+from fedshift.core.tree import Tree, map_tree, unstack
 from fedshift.data.task import Task
 from fedshift.engines import shipping
 from fedshift.engines.base import Compute, Engine, Reply, Score
@@ -118,31 +118,63 @@ def arrays_of(tree: Tree) -> Arrays:
 
 
 def tree_of(arrays: Mapping[str, Mapping[str, NDArray[Any]]], device: torch.device | None = None) -> Tree:
-    """The tree again, with memory of its own."""
-    copied = {
-        slot: {name: torch.from_numpy(np.array(leaf)) for name, leaf in own.items()} for slot, own in arrays.items()
-    }
-    return copied if device is None or device.type == "cpu" else to(copied, device)
+    """The tree again, with memory of its own; a GPU's is filled from where the arrays are."""
+
+    def own(leaf: NDArray[Any]) -> torch.Tensor:
+        here = device is None or device.type == "cpu"
+        return torch.from_numpy(np.array(leaf)) if here else _mapped(leaf).to(device)
+
+    return {slot: {name: own(leaf) for name, leaf in leaves.items()} for slot, leaves in arrays.items()}
 
 
 @dataclass(frozen=True)
-class SentReply:
-    """A reply as it travels."""
+class SentReplies:
+    """Replies of clients whose trees are alike, as they travel: a leaf of all of them is one array, which moves at once."""
 
+    clients: tuple[str, ...]
     up: Arrays
     local: Arrays
-    loss: float
-    steps: int
-    finite: bool
+    rest: tuple[tuple[float, int, bool], ...]  # loss, steps, whether it is finite
 
     @staticmethod
-    def of(reply: Reply) -> SentReply:
-        """Ready to travel."""
-        return SentReply(arrays_of(reply.up), arrays_of(reply.local), reply.loss, reply.steps, reply.finite)
+    def of(replies: Mapping[str, Reply]) -> list[SentReplies]:
+        """Ready to travel.
 
-    def opened(self, device: torch.device) -> Reply:
-        """The reply again."""
-        return Reply(tree_of(self.up, device), tree_of(self.local, device), self.loss, self.steps, self.finite)
+        >>> reply = Reply({"model": {"n": torch.tensor(3)}}, {}, 0.0, 1, True)
+        >>> [sent] = SentReplies.of({"a": reply, "b": reply})
+        >>> sent.opened(torch.device("cpu"))["b"].up
+        {'model': {'n': tensor(3)}}
+        """
+        alike: dict[object, dict[str, Reply]] = {}
+        for name, reply in replies.items():
+            alike.setdefault((_form(reply.up), _form(reply.local)), {})[name] = reply
+        return [
+            SentReplies(
+                tuple(group),
+                arrays_of(_together([reply.up for reply in group.values()])),
+                arrays_of(_together([reply.local for reply in group.values()])),
+                tuple((reply.loss, reply.steps, reply.finite) for reply in group.values()),
+            )
+            for group in alike.values()
+        ]
+
+    def opened(self, device: torch.device) -> dict[str, Reply]:
+        """The replies again; what clients keep has memory of its own, because it stays when the rest is gone."""
+        ups, kept = (unstack(tree_of(arrays, device), len(self.clients)) for arrays in (self.up, self.local))
+        own = [map_tree(torch.clone, local) for local in kept]
+        return {
+            n: Reply(up, local, *rest) for n, up, local, rest in zip(self.clients, ups, own, self.rest, strict=True)
+        }
+
+
+def _together(trees: Sequence[Tree]) -> Tree:
+    """Stacked and away from a GPU leaf by leaf, so that no more than one is there twice."""
+    return map_tree(lambda *leaves: torch.stack(leaves).cpu(), *trees)
+
+
+def _form(tree: Tree) -> tuple[object, ...]:
+    """What must agree to travel together: types and empty slots too, which ``shapes`` does not tell."""
+    return tuple((slot, tuple((n, x.shape, x.dtype) for n, x in leaves.items())) for slot, leaves in tree.items())
 
 
 def _follow_parent() -> None:
@@ -182,14 +214,14 @@ class Worker:
         own: Mapping[str, Arrays],
         kept: Mapping[str, Arrays],
         plan: Plan,
-    ) -> tuple[dict[str, SentReply], int]:
+    ) -> tuple[list[SentReplies], int]:
         """The work of some clients, and how many samples it was."""
         downs, locals = self._whole(own, common), {name: self._tree(tree) for name, tree in kept.items()}
         made = self._known.thing(how, lambda: shipping.loads(method))
         beats = list[int]()
         with heard(beats.append):
             replies = self._engine.train(made, downs, locals, self._known.task(where, lambda: unboxed(box)), plan)
-        return {name: SentReply.of(reply) for name, reply in replies.items()}, sum(beats)
+        return SentReplies.of(replies), sum(beats)
 
     def evaluate(
         self,
