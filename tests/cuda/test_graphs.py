@@ -54,6 +54,15 @@ def test_a_replayed_step_says_what_it_says_beside_its_state() -> None:
     assert heard == [4.0 * number for number in range(1, 2 * WARM_UP + 1)]
 
 
+@pytest.mark.parametrize("warm_up", [1, WARM_UP])
+def test_a_step_is_captured_when_it_was_seen_often_enough(warm_up: int) -> None:
+    graphs = Graphs(warm_up)
+    taken(graphs, added, warm_up)
+    assert graphs.captured == 0
+    taken(graphs, added, 1)
+    assert graphs.captured == 1
+
+
 @contextmanager
 def collecting_at_every_chance() -> Iterator[None]:
     before = gc.get_threshold()

@@ -54,7 +54,7 @@ class Graphs:
                 self._steps[key] = _compiled(step) if compile_step else step
             chosen = self._steps[key]
             if (
-                self._seen[key] <= WARM_UP
+                self._seen[key] <= self._warm_up
                 or len(self._graphs) >= MOST
                 or not self._can(key, group, chosen, state, batch)
             ):

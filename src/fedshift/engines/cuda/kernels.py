@@ -1,8 +1,9 @@
 """Convolutions of stacked clients on an NVIDIA GPU, one Triton kernel for all clients.
 
 Each is a product of matrices, one of which, the patches of images, is never written out: a kernel reads patches where they
-lie. Numbers are float32 and multiplied on tensor cores as TF32, so these kernels are for ``precision = "fast"``. Sums have
-a fixed order: the same bits each time.
+lie. Numbers are float32 and multiplied on tensor cores as TF32, so these kernels are for ``precision = "tf32"``. Sums have
+a fixed order: the same bits each time. Tensor cores cut a number off where cuBLAS rounds it first; rounding here
+(``cvt.rna``) took two fifths of the speed on an H200. ``benchmarks/tf32.py`` says how far either takes every method.
 
 Correlations want channels last, where the numbers of a patch lie beside each other (``_lay`` puts them there, with the zeros
 around and between them); images of a few channels are read as they are, by a table of where a patch's numbers lie.
