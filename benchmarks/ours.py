@@ -1,9 +1,10 @@
-"""Our adapters on the papers' protocols: the rows of ``docs/results/ours.md``.
+"""Our training method and adapters on the papers' protocols: the rows of ``docs/results/ours.md``.
 
     python benchmarks/ours.py unseen-digits alike weak                                no download, minutes on a CPU
     python benchmarks/ours.py unseen-mnist --seconds 3600                             likewise, with $FEDSHIFT_DATA
     python benchmarks/ours.py brfl-0.1 brfl-1.0 unseen-cifar unseen-fashion digits    on a GPU, seeds stacked
-    python benchmarks/ours.py digits --seeds 10 --tune                                validation in place of test images
+    python benchmarks/ours.py office-domain --only ours FedICON                       some of a part's methods
+    python benchmarks/ours.py choose-images --seeds 10 --tune                         validation in place of test images
 
 Every part has a number of seconds after which it is given up, so that the next one has its turn; what was scored until then
 counts. ``$OUT/PART.json`` has every seed's number. Rounds are the last ones: nothing is chosen on the way.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -33,7 +35,7 @@ TWO_HEADS: dict[str, Any] = {
         {"name": "the", "label": "FedTHE, views", "views": 8},
         {"name": "the-plus", "label": "FedTHE+"},
         {"name": "home-or-away", "label": "home-or-away"},
-        {"name": "ours", "label": "ours", "views": 8},
+        {"name": "home-or-away", "label": "home-or-away, views", "views": 8},
     ],
 }  # fmt: skip
 GLOBAL: dict[str, Any] = {
@@ -60,38 +62,74 @@ FINDERS = [
 ]
 
 
-COMPOSITION = {"name": "fedthe", "label": "two heads", "adapters": ["none", {"name": "ours", "label": "ours"}]}
+def ours(flip: bool, *more: Any) -> dict[str, Any]:
+    """The composition, with one setting everywhere; only whether images may be mirrored depends on what they show."""
+    return {
+        "name": "ours",
+        "label": "ours",
+        "flip": flip,
+        "adapters": ["none", {"name": "ours", "label": "ours"}, *more],
+    }
 
 
-def unseen(preset: str, flip: bool, methods: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+BARE = {"name": "ours", "label": "ours, not refreshed", "passes": 0}  # where networks have BatchNorm
+
+
+def unseen(preset: str, flip: bool, methods: list[dict[str, Any]], *more: Any, **changes: Any) -> dict[str, Any]:
     """A protocol of unseen clients, the composition last; digits and clothes are not mirrored."""
     finders = [{**one, "flip": flip} if "views" in one else one for one in FINDERS]
-    every = [*({**method, "adapters": finders} for method in methods), COMPOSITION]
+    every = [*({**method, "adapters": finders} for method in methods), ours(flip, *more)]
     return {"preset": preset, "method": every, **changes}
 
 
-OURS = {
-    **TWO_HEADS,
-    "adapters": [{"name": "the", "label": "FedTHE"}, "home-or-away", {"name": "ours", "label": "ours"}],
+VIEWED = {"name": "ours", "label": "ours, views", "views": 8}
+BRFL = [ours(True, VIEWED), TWO_HEADS, GLOBAL]
+PLAIN = {"crop": 1.0, "colour": 0.0}
+STRONG = {"crop": 0.6, "colour": 1.0}
+CHOICES: dict[str, dict[str, Any]] = {
+    "nothing": {"control": False, "tempered": 1.0, **PLAIN},
+    "control": {"tempered": 1.0, **PLAIN},
+    "views": {"control": False, "tempered": 1.0, **STRONG},
+    "control, views": {"tempered": 1.0, **STRONG},
+    "control, views, half balanced": STRONG,
+    "control, views, not balanced": {"tempered": 0.0, **STRONG},
+    "control, half balanced": PLAIN,
+    "views, half balanced": {"control": False, **STRONG},
+    "control, weak views, half balanced": {},  # what was chosen
+    "control, small views": {"tempered": 1.0, "crop": 0.4, "colour": 1.0},
+    "control, weak views": {"tempered": 1.0},
 }
-OURS_VIEWED = {"name": "ours", "label": "ours, views", "views": 8, "flip": False}
+
+
+def choices() -> list[dict[str, Any]]:
+    """The composition with parts of it left out, to choose from."""
+    return [
+        {"name": "ours", "label": label, "flip": False, **settings, "adapters": ["none", "ours"]}
+        for label, settings in CHOICES.items()
+    ]
+
+
+DIGITS: dict[str, Any] = {
+    "rounds": 20, "stream": [{"name": "original", "kind": "original"}], "data.limit": 3000,
+    "partition": {"kind": "pathological", "clients": 30},
+    "split": {"train": 0.8, "val": 0.2, "test": 0.0, "unseen": 0.5},
+    "train": {"lr": 0.05, "batch-size": 20, "weights": "uniform", "weight-decay": 5e-4},
+}  # fmt: skip
 PARTS: dict[str, dict[str, Any]] = {
-    "brfl-0.1": {"preset": "brfl", "partition.alpha": 0.1, "method": [TWO_HEADS, GLOBAL]},
-    "brfl-1.0": {"preset": "brfl", "partition.alpha": 1.0, "method": [TWO_HEADS, GLOBAL]},
+    "brfl-0.1": {"preset": "brfl", "sweep": {}, "partition.alpha": 0.1, "method": BRFL},
+    "brfl-1.0": {"preset": "brfl", "sweep": {}, "partition.alpha": 1.0, "method": BRFL},
     "unseen-cifar": unseen("new-clients", True, [{"name": "fedavg", "label": "FedAvg"}], rounds=400),
     "unseen-cifar-scaffold": unseen(
         "new-clients", True, [{"name": "scaffold", "label": "SCAFFOLD", "server-lr": 1.5}], rounds=400
     ),
-    "unseen-digits": {
-        **unseen("default", False, [{"name": "fedavg", "label": "FedAvg"}], rounds=20),
-        "stream": [{"name": "original", "kind": "original"}], "data.limit": 3000,
-        "partition": {"kind": "pathological", "clients": 30},
-        "split": {"train": 0.8, "val": 0.2, "test": 0.0, "unseen": 0.5},
-        "train": {"lr": 0.05, "batch-size": 20, "weights": "uniform", "weight-decay": 5e-4},
+    "unseen-digits": {**unseen("default", False, [{"name": "fedavg", "label": "FedAvg"}], BARE), **DIGITS},
+    "choose-classes": {
+        "preset": "default", "method": choices(), **DIGITS, "rounds": 60, "train.lr": 0.2, "model.norm": False,
     },
-    "alike": unseen("default", False, [{"name": "fedavg", "label": "FedAvg"}]),
+    "choose-images": {"preset": "digits-covariate", "rounds": 30, "method": choices()},
+    "alike": unseen("default", False, [{"name": "fedavg", "label": "FedAvg"}], BARE),
     "weak": {
-        **unseen("default", False, [{"name": "fedavg", "label": "FedAvg"}], rounds=8),
+        **unseen("default", False, [{"name": "fedavg", "label": "FedAvg"}], BARE, rounds=8),
         "partition": {"kind": "by-domain", "clients-per-domain": 4, "inside": "dirichlet", "alpha": 0.3},
         "split": {
             "train": 0.6, "val": 0.2, "test": 0.2, "train-limit": 40,
@@ -103,20 +141,27 @@ PARTS: dict[str, dict[str, Any]] = {
         "new-clients-mnist", False, [{"name": "fedavg", "label": "FedAvg"}],
         **{"data.source": "parquet:$FEDSHIFT_DATA/writers.parquet"},
     ),
-    "digits": {
-        "preset": "digits-covariate",
-        "method": [{**OURS, "adapters": [*OURS["adapters"], OURS_VIEWED]}, {"name": "fedavg", "label": "FedAvg"}],
-    },
+    "digits": {"preset": "digits-covariate", "method": [ours(False)]},
     "digits-fedicon": {"preset": "digits-covariate", "rows": ["FedICON"]},
+    "office-domain": {"preset": "office-domain", "method": [ours(True)], "rows": ["FedICON"]},
+    "office-unseen": {
+        "preset": "office-unseen", "rounds": 100, "data.size": 128, "method": [ours(True, BARE)],
+        "rows": ["FDSE", "FedBN"],
+    },
+    "pacs-personal": {
+        "preset": "pacs-personal", "rounds": 30, "data.size": 128, "method": [ours(True)],
+        "rows": ["Ditto", "FDSE", "FedBN"],
+    },
 }  # fmt: skip
 
 
-def experiment_of(part: str, seeds: list[int], rounds: int | None, tune: bool) -> Experiment:
-    """A preset with our rows (or those of its own that are asked for by their labels), scored once, after the last round."""
+def experiment_of(part: str, seeds: list[int], rounds: int | None, tune: bool, only: list[str]) -> Experiment:
+    """A preset with our rows and those of its own that a part names by their labels, scored once, after the last round."""
     changes = dict(PARTS[part])
     table = Experiment.load(changes.pop("preset")).model_dump(by_alias=True)
-    if rows := changes.pop("rows", None):
-        changes["method"] = [method for method in table["method"] if method["label"] in rows]
+    rows = changes.pop("rows", ())
+    methods = [*changes.get("method", ()), *(method for method in table["method"] if method["label"] in rows)]
+    changes["method"] = [method for method in methods if not only or method["label"] in only]
     for key, value in changes.items():
         *path, last = key.split(".")
         inner = table
@@ -127,7 +172,7 @@ def experiment_of(part: str, seeds: list[int], rounds: int | None, tune: bool) -
     streams = [stream for stream in table["stream"] if "brfl" not in part or stream["name"] in FIVE]
     evaluate = {
         "every": table["rounds"], "mean-of": [s["name"] for s in streams] if "brfl" in part else [],
-        "advice": False, "artefacts": False, "predictions": False,
+        "advice": False, "artefacts": False, "predictions": False, "after-local": table["evaluate"]["after-local"],
     }  # fmt: skip
     if tune:
         table["split"]["tune"] = True
@@ -150,26 +195,43 @@ def scores_of(folder: Path) -> dict[str, dict[str, float]]:
     """Client means of every adapter of a run, by stream and population."""
     return {
         label: {
-            f"{row.metric.stream} ({row.metric.population})": row.summary.client_mean
+            f"{row.metric.column.model} {row.metric.stream} ({row.metric.population})".strip(): row.summary.client_mean
             for row in rows
-            if row.selection == "last" and row.summary.client_mean is not None
+            if row.selection == "last" and row.metric == row.metric.plain and row.summary.client_mean is not None
         }
         for label, rows in open_run(folder).folder.scores().items()
     }
 
 
-def collect(part: str, runs: Path, out: Path) -> None:
-    """Write what the finished adapters of a part's runs found, with every seed's number, and print the means."""
-    found: dict[str, dict[str, list[float]]] = {}
+def points_of(experiment: Experiment) -> int:
+    """How many runs of a method a seed has."""
+    return math.prod(len(values) for values in experiment.sweep.values())
+
+
+def collect(part: str, runs: Path, out: Path, points: int) -> None:
+    """Write what the finished adapters of a part's runs found, with every seed's number, and print the means.
+
+    A sweep over so many ``points`` (domains) is one number a seed, the mean over them, if all of them are there.
+    """
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
     for folder in sorted(path.parent for path in runs.rglob("done")):
+        seed = folder.name.partition("-")[0]
         for adapter, columns in scores_of(folder).items():
             for column, value in columns.items():
-                found.setdefault(f"{folder.parent.name} / {adapter}", {}).setdefault(column, []).append(round(value, 2))
-    (out / f"{part}.json").write_text(json.dumps(found, indent=1) + "\n")
-    for row, columns in found.items():
-        cells = (f"{column} {sum(values) / len(values):.1f}" for column, values in columns.items())
-        seeds = max(map(len, columns.values()), default=0)
-        print(f"  {row:34s} {seeds} seeds: {', '.join(cells)}".replace(" (clients)", ""))
+                row = found.setdefault(f"{folder.parent.name} / {adapter}", {})
+                row.setdefault(column, {}).setdefault(seed, []).append(value)
+    table: dict[str, dict[str, list[float]]] = {}
+    for row_name, columns_of in found.items():
+        whole = {
+            column: [round(sum(values) / points, 2) for values in seeds.values() if len(values) == points]
+            for column, seeds in columns_of.items()
+        }
+        table[row_name] = {column: values for column, values in whole.items() if values}
+    (out / f"{part}.json").write_text(json.dumps(table, indent=1) + "\n")
+    for row_name, means in table.items():
+        cells = (f"{column} {sum(values) / len(values):.1f}" for column, values in means.items())
+        seeds = max(map(len, means.values()), default=0)
+        print(f"  {row_name:34s} {seeds} seeds: {', '.join(cells)}".replace(" (clients)", ""))
 
 
 def main() -> None:
@@ -180,16 +242,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="in place of the part's own")
     parser.add_argument("--seconds", type=int, default=600, help="after which a part is given up")
     parser.add_argument("--tune", action="store_true", help="validation images in place of test images")
+    parser.add_argument("--only", nargs="+", default=[], metavar="LABEL", help="some of a part's methods")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # of a part's own process
     asked = parser.parse_args()
     if asked.into:
         seeds = [int(seed) for seed in asked.seeds.split(",")]
-        run(experiment_of(asked.parts[0], seeds, asked.rounds, asked.tune), asked.into, processes=1)
+        run(experiment_of(asked.parts[0], seeds, asked.rounds, asked.tune, asked.only), asked.into, processes=1)
         return
     out = Path(os.environ.get("OUT") or tempfile.mkdtemp())
     for part in asked.parts:
         runs, started = Path(tempfile.mkdtemp()), time.perf_counter()
         own = ["--tune"] * asked.tune + (["--rounds", str(asked.rounds)] if asked.rounds else [])
+        own += ["--only", *asked.only] if asked.only else []
         command = [sys.executable, __file__, part, "--seeds", asked.seeds, "--into", str(runs), *own]
         log = runs / "log"
         ended = ""
@@ -201,7 +265,7 @@ def main() -> None:
         except subprocess.CalledProcessError:
             ended = ", failed:\n" + "\n".join(log.read_text().splitlines()[-15:])
         print(f"{part}: seeds {asked.seeds}, {time.perf_counter() - started:.0f} s{ended}")
-        collect(part, runs, out)
+        collect(part, runs, out, points_of(experiment_of(part, [0], None, asked.tune, asked.only)))
 
 
 if __name__ == "__main__":

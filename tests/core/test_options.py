@@ -202,7 +202,7 @@ def test_every_number_of_the_catalogue_has_rules(cls: type, name: str) -> None:
 
 def test_no_method_checks_its_ranges_by_hand() -> None:
     own = {e.name for r in (METHODS, ADAPTERS) for e in r.values() if "__post_init__" in vars(e.make)}  # type: ignore[attr-defined]
-    assert own == {"scaffold", "heterofedtta"}
+    assert own == {"scaffold", "heterofedtta", "ours"}
     assert Method.__post_init__ is Adapter.__post_init__ is Checked.__post_init__
 
 

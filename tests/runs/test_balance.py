@@ -110,5 +110,5 @@ def test_the_list_of_methods_names_what_it_does_not_reach() -> None:
     from fedshift.catalogue import methods
 
     listed = {row["name"]: row["own-balance"] for row in methods()}
-    assert {name for name, own in listed.items() if own} == {"fedthe", "fedrod", "fedicon"}
+    assert {name for name, own in listed.items() if own} == {"fedthe", "fedrod", "fedicon", "ours"}
     assert listed["fedthe"] == {"generic": "softmax", "personal": "none"}

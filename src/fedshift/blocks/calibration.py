@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.blocks.mean_views import looks
+from fedshift.blocks.refreshed_statistics import Refreshing
 from fedshift.core.adapter import Adapter
 from fedshift.core.tree import Tensors, Tree
 
@@ -107,6 +108,11 @@ class Calibration:
         """The class prior that calibrated probabilities are made for: that of the images they were fitted to."""
         return (self.labels + 1) / (self.labels.sum() + len(self.labels))
 
+    @property
+    def right(self) -> Tensor:
+        """The share of right answers, of all clients' images together; zero if nobody measured."""
+        return self.confusion.diagonal().sum() / self.confusion.sum().clamp(min=1)
+
     def tensors(self) -> Tensors:
         """As it travels."""
         return {name: getattr(self, name) for name in NAMES}
@@ -123,6 +129,22 @@ def entry_name(kind: Kind, seen: str, name: str) -> str:
     'common, 8 views: fit'
     """
     return f"{kind}{seen and ', ' + seen}: {name}"
+
+
+def looks_refreshed(adapter: Refreshing) -> str:
+    """What an adapter looks at, and how its statistics were refreshed before: answers with that are filed beside others."""
+    return ", ".join(word for word in (looks(adapter), adapter.how) if word)
+
+
+def with_refreshed_calibration(adapter: Refreshing, state: Tree) -> Tree | None:
+    """A state that goes by what was measured with refreshed statistics; None unless more answers were right with them."""
+    there, word = state.get(SLOT, {}), looks_refreshed(adapter)
+    if entry_name("common", word, "fit") not in there:
+        return None
+    measured = {name: there[entry_name("common", word, name)] for name in NAMES}
+    if not Calibration(**measured).right > calibration_of(adapter, state, "common").right:
+        return None
+    return {**state, SLOT: {entry_name("common", looks(adapter), name): leaf for name, leaf in measured.items()}}
 
 
 def calibration_of(adapter: Adapter, state: Tree, kind: Kind) -> Calibration:

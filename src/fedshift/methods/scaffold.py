@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedshift.blocks.control_variates import change_of, check_optimiser, corrected
 from fedshift.core.context import ClientInfo, Context, Phase, ServerContext
 from fedshift.core.method import Method
 from fedshift.core.options import NonNegative
 from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, pick, subtract, weighted_mean, zeros_like
-from fedshift.errors import UserError
 
 
 @method("scaffold", paper="SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", venue="ICML", year=2020)
@@ -35,8 +35,7 @@ class Scaffold(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.train.optimiser != "sgd":
-            raise UserError(f"method 'scaffold' is defined for optimiser sgd, not {self.train.optimiser}")
+        check_optimiser("method 'scaffold'", self.train.optimiser)
 
     def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:
         """A client's control variate starts at zero."""
@@ -57,18 +56,12 @@ class Scaffold(Method):
 
     def transform_grads(self, state: Tree, grads: Tensors, phase: Phase) -> Tensors:
         """``g - c_k + c``."""
-        corrected = {name: grad - state["ci"][name] + state["c"][name] for name, grad in grads.items()}
-        return super().transform_grads(state, corrected, phase)
+        return super().transform_grads(state, corrected(grads, state["ci"], state["c"]), phase)
 
     def finish(self, state: Tree, down: Tree, local: Tree) -> tuple[Tree, Tree]:
         """The new control variate; its change travels with the model."""
         up, _ = super().finish(state, down, {})
-        steps, m = state["now"]["steps"].clamp(min=1), self.train.momentum
-        way = state["now"]["lr"] * (steps - m * (1 - m**steps) / (1 - m)) / (1 - m)
-        scale = (way > 0) / way.clamp(min=1e-30)  # a rate of zero moves nothing
-        drift = subtract(down["model"], pick(state["model"], self.arch.trainable))
-        moved = state["now"]["steps"].clamp(max=1)  # a client that took no step keeps its control variate
-        change = {name: moved * (drift[name] * scale - down["c"][name]) for name in drift}
+        change = change_of(down["model"], state["model"], down["c"], state["now"], self.train.momentum)
         return {**up, "dc": change}, {"ci": {name: local["ci"][name] + delta for name, delta in change.items()}}
 
     def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:

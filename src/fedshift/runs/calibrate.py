@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedshift.blocks import calibration as measured
-from fedshift.blocks.calibration import Calibration, Kind, calibrated_log, confusion_of, entry_name
+from fedshift.blocks.calibration import Calibration, Kind, calibrated_log, confusion_of, entry_name, looks_refreshed
 from fedshift.blocks.class_prior import estimate_errors
 from fedshift.blocks.mean_views import looks
+from fedshift.blocks.refreshed_statistics import Refreshing
 from fedshift.core.tree import Tensors, Tree
 from fedshift.data.task import Client, Task
 from fedshift.experiment.schema import AdapterSpec
@@ -44,10 +45,11 @@ def calibrated(session: Session, deployment: Deployment, specs: Sequence[Adapter
     method = session.setup.method
     made = [(spec, session.setup.adapter(spec, method)) for spec in specs]
     wanted = {looks(adapter): _looking(spec) for spec, adapter in made if adapter.calibrated}
+    beside = {looks_refreshed(a): _refreshing(spec, a) for spec, a in made if isinstance(a, Refreshing) and a.refreshes}
     found: Tensors = {}
     size = 0
     for kind, trees in _models(session, deployment) if wanted else ():
-        for word, spec in wanted.items():
+        for word, spec in (wanted | beside if kind == "common" else wanted).items():
             scores = session.evaluate(session.setup.adapters(spec), trees, [VALIDATION])
             sound = [score for score in scores.values() if score.samples and not score.broken]
             answers = [Answers(score.log_probabilities.clamp(min=-100.0), score.labels) for score in sound]
@@ -84,6 +86,12 @@ def _looking(spec: AdapterSpec) -> AdapterSpec:
     """Predict as this adapter looks at images, and adapt nothing."""
     options = {name: value for name, value in spec.options().items() if name in ("views", "flip")}
     return AdapterSpec(name="none", **options)
+
+
+def _refreshing(spec: AdapterSpec, adapter: Refreshing) -> AdapterSpec:
+    """The same with refreshed statistics."""
+    how: dict[str, Any] = {"passes": adapter.passes, "batch-size": adapter.batch_size}
+    return AdapterSpec(**{**_looking(spec).model_dump(by_alias=True), "name": "fedbn-align", **how})
 
 
 def _models(session: Session, deployment: Deployment) -> Iterator[tuple[Kind, Mapping[str, Tree]]]:

@@ -13,8 +13,6 @@ from torch import Tensor
 
 import fedshift
 from fedshift import Experiment, UserError
-from fedshift.adapters.home_or_away import HomeOrAway
-from fedshift.adapters.prior_em import PriorEM
 from fedshift.adapters.t3a import PrototypeClassifier
 from fedshift.blocks import augmix
 from fedshift.blocks.calibration import SLOT, Calibration, entry_name
@@ -34,6 +32,8 @@ from fedshift.runs.setup import make_setup
 from fedshift.store.rows import ScoreRow
 from fedshift.systems.fedthe.adapter import HeadEnsemble
 from fedshift.systems.fedthe.method import FedTHE
+from fedshift.systems.ours.home_or_away import HomeOrAway
+from fedshift.systems.ours.prior_em import PriorEM
 from tests.conftest import ragged_task, tiny_arch, tiny_train
 from tests.trust.worlds import skewed, skewed_pool
 
