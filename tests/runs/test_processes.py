@@ -143,7 +143,7 @@ def test_children_end_with_a_killed_parent(endless: Forked, place: Path, forks: 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_request_to_end(endless: Forked, place: Path, number: signal.Signals) -> None:
     endless.send_signal(number)
-    assert endless.wait(10) == 128 + number
+    assert endless.wait(10) == 128 + number, endless.err
     said = endless.err.strip()
     assert said.startswith("stopped; go on from the last checkpoint with: fedshift run small.toml ")
     assert said.endswith(" --resume")
@@ -158,7 +158,7 @@ def test_a_request_to_end(endless: Forked, place: Path, number: signal.Signals) 
 def test_a_killed_worker_is_one_sentence(endless: Forked, place: Path) -> None:
     for number in workers(place):
         os.kill(number, signal.SIGKILL)
-    assert endless.wait(20) == 2
+    assert endless.wait(20) == 2, endless.err
     said = endless.err.strip()
     assert "was ended by signal 9 (SIGKILL), most likely for want of memory" in said
     assert "Warning" not in said

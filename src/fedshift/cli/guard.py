@@ -15,36 +15,61 @@ from typing import Any, NoReturn
 
 from rich.text import Text
 
+from fedshift.engines.stopping import Stopped, asked
 from fedshift.errors import HostError, UserError
 from fedshift.results.plain import Screen, plain
 
-
-class Stopped(BaseException):
-    """Somebody wants the program to end. Not a KeyboardInterrupt: typer keeps those to itself."""
-
-    def __init__(self, number: int) -> None:
-        self.code = 128 + number  # as shells say it
+AGAIN = 0.05  # seconds after which a request that was thrown away comes again
 
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """A request to end (SIGTERM) is handled like Ctrl-C: what was begun is put away. A second one ends at once."""
+    """A request to end (SIGTERM) is handled like Ctrl-C: what was begun is put away. A second one ends at once.
+
+    Whatever leaves the command after that, the request is why: it may have come inside a library, which made an error of
+    its own of it. Where Python throws errors away (``__del__``, callbacks of weak references), it comes again soon.
+    """
     handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    came: list[int] = []
 
     def stop(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_DFL)
-        raise Stopped(number)
+        came.append(number)
+        asked(number)
+
+    def thrown_away(what: sys.UnraisableHookArgs) -> None:
+        if isinstance(what.exc_value, Stopped):
+            signal.signal(came[0], stop)
+            later = threading.Timer(AGAIN, again)
+            later.daemon = True
+            later.start()
+        else:
+            others(what)
+
+    def again() -> None:
+        if signal.getsignal(came[0]) is stop:  # it is not over meanwhile
+            signal.raise_signal(came[0])
 
     # one that somebody chose stays (nohup ignores signals), and only this thread may choose
     chosen = threading.current_thread() is not threading.main_thread()
     mine = {} if chosen else {n: old for n, old in handlers.items() if signal.getsignal(n) is old}
+    others, sys.unraisablehook = sys.unraisablehook, thrown_away
     for number in mine:
         signal.signal(number, stop)
     try:
         yield
+    except SystemExit as ended:  # how typer ends, and how it hears of some errors
+        if came and ended.code:
+            raise Stopped(came[0]) from ended
+        raise
+    except Exception as error:
+        if came:
+            raise Stopped(came[0]) from error
+        raise
     finally:
         for number, old in mine.items():
             signal.signal(number, old)
+        sys.unraisablehook = others
 
 
 def guarded(command: Callable[[], Any]) -> NoReturn:

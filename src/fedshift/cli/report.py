@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from fedshift.cli.app import app
-from fedshift.cli.guard import Stopped
 from fedshift.cli.printing import Format, console, wants_json
+from fedshift.engines.stopping import Stopped
 
 
 @app.command()

@@ -43,6 +43,7 @@ from fedshift.engines.pulse import PAUSE, Counts, counted
 from fedshift.engines.schedule import Plan
 from fedshift.engines.scratch import Scratch, roomy_memory
 from fedshift.engines.sequential import Sequential
+from fedshift.engines.stopping import stop_now, unbroken
 from fedshift.errors import UserError
 from fedshift.store.trees import load, write
 
@@ -119,6 +120,7 @@ class Parallel:
         """Remove the shared files; the worker processes are shared by all engines and end when idle."""
         self._scratch.close()
 
+    @unbroken()
     def _run(self, function: Callable[..., T], jobs: Sequence[tuple[Any, ...]], counts: Counts) -> list[T]:
         environment = shipping.environment()
         with _set(environment):  # loky has helpers beside its workers, which take the environment as it is
@@ -153,6 +155,7 @@ class Parallel:
         waiting: Sequence[Future[T]] | set[Future[T]] = futures
         while waiting:
             done, waiting = wait(waiting, PAUSE, FIRST_COMPLETED)
+            stop_now()
             counts.pass_on()
             for future in done:
                 future.result()
