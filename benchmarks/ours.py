@@ -7,21 +7,26 @@
     python benchmarks/ours.py choose-images --seeds 10 --tune                         validation in place of test images
 
 Every part has a number of seconds after which it is given up, so that the next one has its turn; what was scored until then
-counts. ``$OUT/PART.json`` has every seed's number. Rounds are the last ones: nothing is chosen on the way.
+counts. ``$OUT/ours-PART.json`` has every seed's number; ``python docs/generate.py --results $OUT`` takes it into the
+repository, where the pages of the five systems show it. Rounds are the last ones: nothing is chosen on the way.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from docs.builder.results import as_json, our_summary
 
 from fedshift import Experiment, run
 from fedshift.runs.open import open_run
@@ -143,6 +148,8 @@ PARTS: dict[str, dict[str, Any]] = {
     ),
     "digits": {"preset": "digits-covariate", "method": [ours(False)]},
     "digits-fedicon": {"preset": "digits-covariate", "rows": ["FedICON"]},
+    "office-covariate": {"preset": "office-covariate", "method": [ours(True)], "rows": ["FedICON"]},
+    "office-feature": {"preset": "office-feature", "data.size": 64, "method": [ours(True)], "rows": ["FedCiR", "FedAvg"]},
     "office-domain": {"preset": "office-domain", "method": [ours(True)], "rows": ["FedICON"]},
     "office-unseen": {
         "preset": "office-unseen", "rounds": 100, "data.size": 128, "method": [ours(True, BARE)],
@@ -208,8 +215,8 @@ def points_of(experiment: Experiment) -> int:
     return math.prod(len(values) for values in experiment.sweep.values())
 
 
-def collect(part: str, runs: Path, out: Path, points: int) -> None:
-    """Write what the finished adapters of a part's runs found, with every seed's number, and print the means.
+def collect(runs: Path, points: int) -> dict[str, dict[str, list[float]]]:
+    """What the finished adapters of a part's runs found: every seed's number, by row and column.
 
     A sweep over so many ``points`` (domains) is one number a seed, the mean over them, if all of them are there.
     """
@@ -227,8 +234,12 @@ def collect(part: str, runs: Path, out: Path, points: int) -> None:
             for column, seeds in columns_of.items()
         }
         table[row_name] = {column: values for column, values in whole.items() if values}
-    (out / f"{part}.json").write_text(json.dumps(table, indent=1) + "\n")
-    for row_name, means in table.items():
+    return table
+
+
+def tell(rows: dict[str, dict[str, list[float]]]) -> None:
+    """Print the means."""
+    for row_name, means in rows.items():
         cells = (f"{column} {sum(values) / len(values):.1f}" for column, values in means.items())
         seeds = max(map(len, means.values()), default=0)
         print(f"  {row_name:34s} {seeds} seeds: {', '.join(cells)}".replace(" (clients)", ""))
@@ -245,8 +256,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="LABEL", help="some of a part's methods")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # of a part's own process
     asked = parser.parse_args()
+    seeds = [int(seed) for seed in asked.seeds.split(",")]
     if asked.into:
-        seeds = [int(seed) for seed in asked.seeds.split(",")]
         run(experiment_of(asked.parts[0], seeds, asked.rounds, asked.tune, asked.only), asked.into, processes=1)
         return
     out = Path(os.environ.get("OUT") or tempfile.mkdtemp())
@@ -264,8 +275,14 @@ def main() -> None:
             ended = ", given up"
         except subprocess.CalledProcessError:
             ended = ", failed:\n" + "\n".join(log.read_text().splitlines()[-15:])
-        print(f"{part}: seeds {asked.seeds}, {time.perf_counter() - started:.0f} s{ended}")
-        collect(part, runs, out, points_of(experiment_of(part, [0], None, asked.tune, asked.only)))
+        seconds = time.perf_counter() - started
+        print(f"{part}: seeds {asked.seeds}, {seconds:.0f} s{ended}")
+        experiment = experiment_of(part, seeds, asked.rounds, asked.tune, asked.only)
+        rows = collect(runs, points_of(experiment))
+        tell(rows)
+        told = shlex.join([part, *own])
+        summary = our_summary(part, told, seeds=seeds, rounds=experiment.rounds, seconds=seconds, rows=rows)
+        (out / f"ours-{part}.json").write_text(as_json(summary), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -97,10 +97,23 @@ def finished(runs: Path) -> list[Path]:
     return sorted(path.parent for path in runs.rglob("done"))
 
 
-def written(table: Table, asked: argparse.Namespace, runs: Path, ended: Ended) -> dict[str, Any]:
-    """A table's summary, into its file."""
+def clock_of(runs: Path) -> Path:
+    """Where the seconds that a table's runs have cost are kept: beside their folder, which belongs to the runs."""
+    return runs.with_name(f"{runs.name}.seconds")
+
+
+def spent_before(runs: Path) -> float:
+    """Seconds that the runs of a table cost before they were interrupted, 0 for new ones."""
+    clock = clock_of(runs)
+    return float(clock.read_text()) if clock.exists() else 0.0
+
+
+def written(table: Table, asked: argparse.Namespace, runs: Path, before: float, ended: Ended) -> dict[str, Any]:
+    """A table's summary, into its file; the time is that of all sittings, and is kept beside the runs for the next one."""
     wanted = experiment_of(table, asked.seeds, asked.change)
-    summary = summary_of(table, finished(runs), wanted, seconds=ended.seconds, changes=asked.change, ended=ended.how)
+    seconds = before + ended.seconds
+    clock_of(runs).write_text(f"{seconds:.0f}")
+    summary = summary_of(table, finished(runs), wanted, seconds=seconds, changes=asked.change, ended=ended.how)
     (asked.out / f"{table.name}.json").write_text(as_json(summary), encoding="utf-8")
     return summary
 
@@ -148,7 +161,7 @@ def main() -> None:
         own += [] if asked.jobs is None else ["--jobs", str(asked.jobs)]
         (runs / name).mkdir(parents=True, exist_ok=True)
         most = min(left, 60 * asked.most) if asked.most else left
-        look = partial(written, tables[name], asked, runs / name)
+        look = partial(written, tables[name], asked, runs / name, spent_before(runs / name))
         ended = within(most, [sys.executable, __file__, *own], asked.out / f"{name}.log", look)
         summary = look(ended)
         missing = f", not run: {', '.join(summary['not-run'])}" if summary["not-run"] else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -91,6 +92,18 @@ def test_the_papers_numbers_in_summaries_are_those_of_the_presets(name: str) -> 
         if "paper" in number
     }
     assert told == {place: theirs.get(place) for place in told}
+
+
+def test_the_time_of_an_interrupted_table_is_that_of_all_its_sittings(tmp_path: Path) -> None:
+    runs = tmp_path / "runs" / "brfl-0.1"
+    runs.mkdir(parents=True)
+    asked = argparse.Namespace(seeds=[0], change=[], out=tmp_path)
+    for seconds, whole in ((60.0, 60), (120.0, 120)):  # two looks of the first sitting
+        summary = reproduce.written(TABLES["brfl-0.1"], asked, runs, 0.0, reproduce.Ended(seconds, "still running"))
+        assert summary["seconds"] == whole
+    before = reproduce.spent_before(runs)
+    assert reproduce.written(TABLES["brfl-0.1"], asked, runs, before, reproduce.Ended(30.0))["seconds"] == 150
+    assert reproduce.spent_before(runs.with_name("brfl-1.0")) == 0.0
 
 
 @pytest.mark.system

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ HERE = Path(__file__).parent
 KEPT = HERE.parent / "results"
 TEXTS = HERE / "text"
 HEADLINE = "as the paper scores it"
+UNSEEN = "original (unseen)"
+OURS = "ours / ours"  # the row of our method with our adapter
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Table:
     order: tuple[str, ...] = ()  # the methods that are run first
     aside: tuple[str, ...] = ()  # rows that are shown and not ranked: an upper bound
     shortened: str = ""  # what the paper has more of, beside rounds
+    ours: tuple[str, str] = ("", "")  # what measures ours on it in ``benchmarks/ours.py``, and the column that counts
 
     def command(self, changes: Sequence[str]) -> str:
         """What ``fedshift run`` is given for it."""
@@ -65,30 +69,37 @@ ERASE = ("FDSE", "FDSE with ReLU", "FedBN", "FedAvg")
 SMALLER = "Images of 128 pixels, which is what the files hold; the paper's have 256."
 PAGES = (
     Page("brfl", "BRFL (FedTHE)", "FedTHE+", (
-        Table("brfl-0.1", "brfl", "Table 1, Dir(0.1)", 2, ("partition.alpha=0.1", "evaluate.every=25"), THE),
-        Table("brfl-1.0", "brfl", "Table 1, Dir(1)", 11, ("partition.alpha=1.0", "evaluate.every=25"), THE),
+        Table("brfl-0.1", "brfl", "Table 1, Dir(0.1)", 2, ("partition.alpha=0.1", "evaluate.every=25"), THE,
+              ours=("brfl-0.1", "mean")),
+        Table("brfl-1.0", "brfl", "Table 1, Dir(1)", 11, ("partition.alpha=1.0", "evaluate.every=25"), THE,
+              ours=("brfl-1.0", "mean")),
         Table("brfl-ablation", "brfl-ablation", "Table 3, the parts of FedTHE+, Dir(0.1)", 19, ("evaluate.every=25",),
               ("two heads, balanced", "two heads")),
     )),
     Page("fedicon", "FedICON", "FedICON", (
-        Table("digits-covariate", "digits-covariate", "Table 1, digits, corrupted", 1, ("evaluate.every=25",), ICON),
-        Table("office-covariate", "office-covariate", "Table 5, office objects, corrupted", 3, ("evaluate.every=25",), ICON),
-        Table("office-domain", "office-domain", "Table 2, office objects, a new domain", 7, ("evaluate.every=25",), ICON),
+        Table("digits-covariate", "digits-covariate", "Table 1, digits, corrupted", 1, ("evaluate.every=25",), ICON,
+              ours=("digits", "corrupted")),
+        Table("office-covariate", "office-covariate", "Table 5, office objects, corrupted", 3, ("evaluate.every=25",), ICON,
+              ours=("office-covariate", "corrupted")),
+        Table("office-domain", "office-domain", "Table 2, office objects, a new domain", 7, ("evaluate.every=25",), ICON,
+              ours=("office-domain", "left-out")),
         Table("digits-domain", "digits-domain", "Table 7, digits, a new domain", 8, ("evaluate.every=25",), ICON),
     )),
     Page("fedcir", "FedCiR", "FedCiR", (
         Table("pacs-feature", "pacs-feature", "Table 1, PACS", 9, ("data.size=64", "evaluate.every=50"), CIR,
               ("Centralised",), "Images of 64 pixels; the paper's have 128."),
         Table("office-feature", "office-feature", "Table 1, office objects", 10, ("data.size=64", "evaluate.every=50"), CIR,
-              ("Centralised",), "Images of 64 pixels; the paper's have 128."),
+              ("Centralised",), "Images of 64 pixels; the paper's have 128.",
+              ("office-feature", "original")),
     )),
     Page("fedtta", "FedTTA", "FedTTA++", (
         Table("new-clients-mnist", "new-clients-mnist", "Table 1, MNIST", 4,
               ("data.source=parquet:$FEDSHIFT_DATA/writers.parquet", "evaluate.every=20"), TTA, (),
-              "27,501 of the 70,000 digits, 275 a client instead of 700."),
+              "27,501 of the 70,000 digits, 275 a client instead of 700.", ("unseen-mnist", UNSEEN)),
         Table("new-clients-fashion", "new-clients-fashion", "Table 1, Fashion-MNIST", 14, ("evaluate.every=30",), TTA, (),
-              "12,000 of the 70,000 images, 120 a client instead of 700."),
-        Table("new-clients", "new-clients", "Table 1, CIFAR-10", 15, ("evaluate.every=100",), TTA),
+              "12,000 of the 70,000 images, 120 a client instead of 700.", ("unseen-fashion", UNSEEN)),
+        Table("new-clients", "new-clients", "Table 1, CIFAR-10", 15, ("evaluate.every=100",), TTA,
+              ours=("unseen-cifar", UNSEEN)),
         Table("label-shift-sweep", "label-shift-sweep", "Table 2, CIFAR-10, other label shifts", 17,
               ("evaluate.every=100",), TTA),
         Table("mixed-models", "mixed-models", "Figure 5, networks of three sizes", 18, ("sweep={}", "evaluate.every=100"),
@@ -105,9 +116,9 @@ PAGES = (
               f"{SMALLER} Validation images take the place of all test images."),
         Table("pacs-personal", "pacs-personal", "Table 1, PACS", 12,
               ("data.size=128", "rounds=200", "evaluate.after-local=true"), (*ERASE, "Ditto", "FedAvg-FT"), (),
-              SMALLER),
+              SMALLER, ("pacs-personal", "original")),
         Table("office-unseen", "office-unseen", "Table 2, office objects, an unseen domain", 13,
-              ("data.size=128", "rounds=100"), ERASE, (), SMALLER),
+              ("data.size=128", "rounds=100"), ERASE, (), SMALLER, ("office-unseen", UNSEEN)),
         Table("pacs-unseen", "pacs-unseen", "PACS, an unseen domain (not in the paper)", 16,
               ("data.size=128", "rounds=100"), ERASE, (), SMALLER),
     )),
@@ -151,6 +162,29 @@ def summary_of(
         "not-run": [title for pair, title in expected.items() if pair not in present],
         "said": comparison.sentences(always=True),
         **comparison.to_json(),
+    }
+
+
+def our_summary(
+    part: str,
+    told: str,
+    *,
+    seeds: Sequence[int],
+    rounds: int,
+    seconds: float,
+    rows: Mapping[str, Mapping[str, Sequence[float]]],
+) -> dict[str, Any]:
+    """What is kept of a part of ``benchmarks/ours.py``: every seed's number, at the last round."""
+    return {
+        "part": part,
+        "command": f"python benchmarks/ours.py {told}",
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit(),
+        "device": device(),
+        "seconds": round(seconds),
+        "seeds": list(seeds),
+        "rounds": rounds,
+        "rows": {name: {c.removesuffix(" (clients)"): list(v) for c, v in own.items()} for name, own in rows.items()},
     }
 
 
@@ -201,7 +235,8 @@ def as_json(summary: Mapping[str, Any]) -> str:
 
 def take(source: Path) -> list[str]:
     """Put the summaries of a folder into the repository, those with rows; their names."""
-    known = {table.name for page in PAGES for table in page.tables}
+    tables = [table for page in PAGES for table in page.tables]
+    known = {table.name for table in tables} | {f"ours-{table.ours[0]}" for table in tables if table.ours[0]}
     taken = []
     for path in sorted(source.glob("*.json")):
         summary = json.loads(path.read_text(encoding="utf-8"))
@@ -255,13 +290,42 @@ def shortened(table: Table, summary: Mapping[str, Any]) -> str:
     return f"{fewer}{table.shortened}".strip()
 
 
+def ours_beside(table: Table) -> list[str]:
+    """What ours has on a table's protocol, and what was run beside it: other seeds, and another round, than the table's."""
+    summary = kept(f"ours-{table.ours[0]}")
+    if summary is None:
+        return []
+    columns = list(dict.fromkeys(column for cells in summary["rows"].values() for column in cells))
+    best = {c: max(fmean(cells[c]) for cells in summary["rows"].values() if c in cells) for c in columns}
+    lines = [["", *columns], ["---"] * (1 + len(columns))]
+    for title, cells in summary["rows"].items():
+        numbers = {c: Number(fmean(v), stdev(v) if len(v) > 1 else 0.0, seeds=tuple(v)) for c, v in cells.items()}
+        lines.append([title, *(shown(numbers.get(c), c in numbers and numbers[c].mean == best[c]) for c in columns)])
+    seeds = ", ".join(map(str, summary["seeds"]))
+    facts = f"{summary['rounds']} rounds, {summary['device']}, {summary['seconds']} s"
+    made = f"{summary['date']}, commit {summary['commit']}"
+    return [
+        f"[Ours](ours.md), method / adapter, on seeds {seeds} and at the last round, so not to be ranked in the table "
+        f"above. `{summary['command']}`: {facts} ({made}).",
+        "\n".join("| " + " | ".join(line) + " |" for line in lines),
+    ]
+
+
+def our_number(table: Table) -> str:
+    """The mean over seeds of ours in the column that counts; empty where it was not measured."""
+    part, column = table.ours
+    summary = kept(f"ours-{part}")
+    values = summary["rows"].get(OURS, {}).get(column, ()) if summary else ()
+    return f"{fmean(values):.1f}" if values else ""
+
+
 def section(table: Table) -> str:
     """One table of a page: the command, the time, the numbers, what they say; or that it was not run."""
     summary = kept(table.name)
     parts = [f"## {table.title}"]
     if summary is None:
         parts.append(f"Not run. `fedshift run {table.command([])}`")
-        return "\n\n".join(parts)
+        return "\n\n".join([*parts, *ours_beside(table)])
     many = len(summary["seeds"])
     facts = f"{summary['rounds']} rounds, {many} seed{'s' if many > 1 else ''}, {summary['device']}"
     rows = ", then ".join(["these rows" if summary["not-run"] else "all rows", *filter(None, [summary.get("ended")])])
@@ -275,7 +339,7 @@ def section(table: Table) -> str:
     parts += [" ".join([how, *summary["said"]])] if summary["said"] else []
     if summary["not-run"]:
         parts.append(f"Not run: {', '.join(summary['not-run'])}.")
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *ours_beside(table)])
 
 
 def page_text(page: Page) -> str:
@@ -300,6 +364,7 @@ def glance() -> str:
         "the system's headline (paper)",
         "told apart from the others",
         "run",
+        "`ours`",
     ]
     lines = [head, ["---"] * len(head)]
     for page in PAGES:
@@ -307,7 +372,7 @@ def glance() -> str:
             summary = kept(table.name)
             where = f"[{page.title}]({page.name}.md)"
             if summary is None:
-                lines.append([where, table.title, "not run", "", "", "", ""])
+                lines.append([where, table.title, "not run", "", "", "", "", our_number(table)])
                 continue
             found = Comparison.of_json(summary)
             own = found.headline.get(page.system)
@@ -316,16 +381,18 @@ def glance() -> str:
             part = f"{rows} of {rows + len(summary['not-run'])} rows, " if summary["not-run"] else ""
             earlier = ", earlier" if summary.get("before") else ""
             run = f"{part}{many} seed{'s' if many > 1 else ''}, {summary['date']}{earlier}"
-            lines.append([where, table.title, found.first, found.first_in_paper, shown(own), tied, run])
+            lines.append(
+                [where, table.title, found.first, found.first_in_paper, shown(own), tied, run, our_number(table)]
+            )
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return (
         "<!-- made by `python docs/generate.py --results`: edit docs/builder/results.py -->\n\n# What we measured\n\n"
         "The tables of five papers: `benchmarks/reproduce.py` runs them and writes the JSON files beside these pages. "
         "Misses stand beside hits, and what was not run is listed. *First here* is the first of the rows that were run. "
         "*Told apart* means by more than clients and seeds differ; with one seed that is clients alone. *Earlier* runs "
-        "were made by hand, before changes that their page names, and wait to be run again.\n\n"
-        + table
-        + "\n\n[Our own adapters](ours.md) have a page too.\n"
+        "were made by hand, before changes that their page names, and wait to be run again. [`ours`](ours.md), our method "
+        "with our adapter, is of other seeds and of the last round: its own page and those of the systems say what it is "
+        "above.\n\n" + table + "\n"
     )
 
 
