@@ -80,7 +80,7 @@ def row_of(title: str) -> str:
     return title.split()[0] if title[0].isdigit() else title
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in results.KEPT.glob("*.json")))
+@pytest.mark.parametrize("name", sorted(name for name in TABLES if (results.KEPT / f"{name}.json").exists()))
 def test_the_papers_numbers_in_summaries_are_those_of_the_presets(name: str) -> None:
     """To the last digit, also in summaries that are older than the preset."""
     summary, theirs = results.kept(name), published(TABLES[name])
