@@ -1,8 +1,9 @@
 """What a cluster and secret sums cost, measured in one run.
 
-    python -m benchmarks.scale ray        engine ray with two workers against engine parallel with two, in turn
-    python -m benchmarks.scale ray-gpu    a worker of engine ray that holds a GPU against engine vmapped here, in turn
-    python -m benchmarks.scale secure     CPU of a party in a secure summation of 10 MB among 20
+    python -m benchmarks.scale ray            engine ray with two workers against engine parallel with two, in turn
+    python -m benchmarks.scale ray-gpu        a worker of engine ray that holds a GPU against engine vmapped here, in turn
+    python -m benchmarks.scale ray-replies    a hundred models on their way back, by a worker's outbox and by fresh memory
+    python -m benchmarks.scale secure         CPU of a party in a secure summation of 10 MB among 20
 
 The network of ``ray`` and ``ray-gpu`` is the CNN of the FedTHE paper, the batch 32, the method FedAvg. ``ray-gpu`` has
 clients, batches and settings of benchmarks/networks.py; exit code 2 if there is no GPU.
@@ -23,10 +24,12 @@ import torch
 
 from benchmarks import networks
 from benchmarks.speed import make_method, make_task, one_round, rate
+from fedshift.core.tree import unstack
 from fedshift.engines.auto import compute_for
-from fedshift.engines.base import Engine
+from fedshift.engines.base import Engine, Reply
 from fedshift.engines.parallel import Parallel
 from fedshift.engines.ray import Ray
+from fedshift.engines.ray_worker import Outbox, SentReplies
 from fedshift.engines.torch_flags import steady
 from fedshift.engines.vmapped import Vmapped
 
@@ -68,6 +71,41 @@ def ray_gpu(clients: int = 100, pairs: int = 9) -> None:
         found = in_turn([rounds(near), rounds(far)], work, pairs)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {clients} clients, {work:,} samples a round")
     show(found, "vmapped, in this process", "ray, a worker with a GPU", "ray / vmapped")
+
+
+class Returning:
+    """A worker that has trained already: all that is left is the way back."""
+
+    def __init__(self, clients: int) -> None:
+        torch.set_num_threads(1)
+        model = networks.made(networks.NETWORKS["cnn"]).state_dict()
+        self._stack = {name: leaf.expand(clients, *leaf.shape).clone() for name, leaf in model.items()}
+        self._clients, self._outbox = clients, Outbox(pinned=False)
+
+    def replies(self, fresh: bool) -> list[SentReplies]:
+        singles = unstack({"model": self._stack}, self._clients)
+        own = {f"client-{k}": Reply(single, {}, 0.0, 1, True) for k, single in enumerate(singles)}
+        return SentReplies.of(own, Outbox(pinned=False) if fresh else self._outbox)
+
+
+def ray_replies(clients: int = 100, pairs: int = 25) -> None:
+    """In turn; the first ones, for which Ray's own store is fresh memory, do not count."""
+    import ray as cores
+
+    torch.set_num_threads(1)
+    with closing(Ray(workers=1)):
+        worker = cores.remote(Returning).remote(clients)
+
+        def taken(fresh: bool) -> float:
+            began = time.perf_counter()
+            [sent] = cores.get(worker.replies.remote(fresh))
+            sent.opened(torch.device("cpu"))
+            return time.perf_counter() - began
+
+        found = [(taken(True), taken(False)) for _ in range(pairs + 5)][5:]
+    for name, seconds in zip(("fresh memory", "an outbox"), zip(*found, strict=True), strict=True):
+        print(f"{clients} models of the cnn by {name:<12} {1000 * statistics.median(seconds):6.1f} ms")
+    print(f"outbox / fresh memory, median of {pairs} pairs: {statistics.median(b / a for a, b in found):.2f}")
 
 
 def no_gpu(sentence: str) -> int:
@@ -129,6 +167,11 @@ def secure(parties: int = 20, megabytes: int = 10, lost: int = 2) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts: dict[str, Callable[[], None]] = {"ray": ray, "ray-gpu": ray_gpu, "secure": secure}
+    parts: dict[str, Callable[[], None]] = {
+        "ray": ray,
+        "ray-gpu": ray_gpu,
+        "ray-replies": ray_replies,
+        "secure": secure,
+    }
     parser.add_argument("what", choices=parts)
     parts[parser.parse_args().what]()

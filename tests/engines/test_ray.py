@@ -13,7 +13,18 @@ import torch
 from fedshift.engines import ray_worker
 from fedshift.engines.base import Compute, Reply
 from fedshift.engines.dealing import apart, common_of, joined, pieces_of
-from fedshift.engines.ray_worker import KEPT, TASKS, Known, SentReplies, Worker, arrays_of, boxed, tree_of, unboxed
+from fedshift.engines.ray_worker import (
+    KEPT,
+    TASKS,
+    Known,
+    Outbox,
+    SentReplies,
+    Worker,
+    arrays_of,
+    boxed,
+    tree_of,
+    unboxed,
+)
 from tests.conftest import ragged_task
 
 
@@ -50,7 +61,7 @@ def test_replies_of_any_form_travel_together_and_what_is_kept_owns_its_memory() 
             )
         )
     }
-    sent = SentReplies.of(replies)
+    sent = SentReplies.of(replies, Outbox(pinned=False))
     assert [group.clients for group in sent] == [("a", "c"), ("b", "d"), ("e",)]
     back = {name: reply for group in sent for name, reply in group.opened(torch.device("cpu")).items()}
     for name, reply in replies.items():
@@ -63,6 +74,32 @@ def test_replies_of_any_form_travel_together_and_what_is_kept_owns_its_memory() 
             assert all(torch.equal(one[s][n], leaf) for s, leaves in other.items() for n, leaf in leaves.items())
     kept = back["b"].local["head"]["v"]
     assert kept.untyped_storage().nbytes() == kept.nbytes  # not all of the others' with it
+
+
+def test_replies_leave_by_the_same_memory_every_round() -> None:
+    outbox, laid = Outbox(pinned=False), list[tuple[torch.Tensor, torch.Tensor]]()
+    leaves = [
+        torch.arange(5.0),
+        torch.tensor(True),
+        torch.zeros(3, 0),
+        torch.arange(7),
+        torch.arange(12.0).double().reshape(3, 4).T,
+    ]
+
+    def lay() -> list[int]:
+        outbox.clear()
+        laid[:] = [(outbox.stacked([leaf, leaf + leaf]), torch.stack([leaf, leaf + leaf])) for leaf in leaves]
+        # also where the memory grew on the way
+        assert all(torch.equal(found, wanted) and found.dtype == wanted.dtype for found, wanted in laid)
+        return [found.data_ptr() for found, _ in laid if found.numel()]
+
+    for _ in range(3):
+        lay()
+    places = lay()
+    assert lay() == places
+    assert len({*places}) == 4
+    outbox.stacked([torch.ones(1000)])  # more than there is: what lies there already stays
+    assert all(torch.equal(found, wanted) for found, wanted in laid)
 
 
 def test_everybody_is_dealt_once_and_what_is_common_once_for_all() -> None:
@@ -145,6 +182,7 @@ PROGRAM = """
         def begin(self, down, local):
             if os.getpid() != here:
                 (marks / str(os.getpid())).touch()
+                warnings.warn("work is slow here")
                 time.sleep(0.4)
             return super().begin(down, local)
 
@@ -166,6 +204,7 @@ PROGRAM = """
         warnings.simplefilter("always")
         far = ended(engine)
     assert any("was lost" in str(one.message) for one in said), "nobody was lost"
+    assert sum(str(one.message) == "work is slow here" for one in said) == 1  # every worker said so, every round
     assert len(list(marks.iterdir())) >= 2  # both nodes worked
     assert engine.workers == 1
     engine.close()

@@ -23,7 +23,7 @@ from fedshift.engines.base import Compute, Reply, Score
 from fedshift.engines.cores import usable_cores
 from fedshift.engines.dealing import PIECES_PER_WORKER, apart, common_of, pieces_of
 from fedshift.engines.pulse import beat
-from fedshift.engines.ray_worker import Known, Shipped, Worker, arrays_of, boxed
+from fedshift.engines.ray_worker import Answer, Known, Shipped, Worker, arrays_of, boxed
 from fedshift.engines.schedule import Plan
 from fedshift.engines.scratch import Scratch
 from fedshift.errors import UserError
@@ -51,6 +51,7 @@ class Ray:
         # actors that have not answered yet and how many of their seats are free then, by what they will answer
         self._starting: dict[Any, tuple[Any, int]] = {}
         self._known = Known()
+        self._said: set[str] = set()
 
     @property
     def workers(self) -> int:
@@ -166,8 +167,10 @@ class Ray:
                         continue
                     actor, number = running.pop(ref)
                     try:
-                        done[number], samples = self._ray.get(ref)
-                        beat(samples)
+                        answer: Answer = self._ray.get(ref)
+                        done[number] = answer.found
+                        beat(answer.samples)
+                        self._pass_on(answer.warned)
                         self._idle.append(actor)
                     except self._ray.exceptions.RayTaskError as error:  # what the work itself says
                         self._idle.append(actor)
@@ -202,6 +205,13 @@ class Ray:
             if getattr(error, "actor_init_failed", False):
                 reason = str(error).strip().splitlines()[-1]
                 raise UserError(f"a worker of Ray's cluster cannot start: {reason}") from None
+
+    def _pass_on(self, warned: Sequence[str]) -> None:
+        """What workers warn of, once, whoever of them says it."""
+        for text in warned:
+            if text not in self._said:
+                self._said.add(text)
+                warnings.warn(text, stacklevel=5)
 
     def _lose(self, actor: Any, piece: Sequence[str], times: int) -> None:
         self._ray.kill(actor)  # it may only be out of reach, and its answer must not come twice
