@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from rich.text import Text
 
-from fedshift.engines.stopping import Stopped, asked
+from fedshift.engines.stopping import Stopped, heard
 from fedshift.errors import HostError, UserError
 from fedshift.results.plain import Screen, plain
 
@@ -29,47 +29,55 @@ def _stoppable() -> Iterator[None]:
     Whatever leaves the command after that, the request is why: it may have come inside a library, which made an error of
     its own of it. Where Python throws errors away (``__del__``, callbacks of weak references), it comes again soon.
     """
-    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    came: list[int] = []
-
-    def stop(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        came.append(number)
-        asked(number)
-
-    def thrown_away(what: sys.UnraisableHookArgs) -> None:
-        if isinstance(what.exc_value, Stopped):
-            signal.signal(came[0], stop)
-            later = threading.Timer(AGAIN, again)
-            later.daemon = True
-            later.start()
-        else:
-            others(what)
-
-    def again() -> None:
-        if signal.getsignal(came[0]) is stop:  # it is not over meanwhile
-            signal.raise_signal(came[0])
-
-    # one that somebody chose stays (nohup ignores signals), and only this thread may choose
-    chosen = threading.current_thread() is not threading.main_thread()
-    mine = {} if chosen else {n: old for n, old in handlers.items() if signal.getsignal(n) is old}
-    others, sys.unraisablehook = sys.unraisablehook, thrown_away
-    for number in mine:
-        signal.signal(number, stop)
-    try:
+    if threading.current_thread() is not threading.main_thread():  # only that one may choose handlers
         yield
-    except SystemExit as ended:  # how typer ends, and how it hears of some errors
-        if came and ended.code:
-            raise Stopped(came[0]) from ended
-        raise
-    except Exception as error:
-        if came:
-            raise Stopped(came[0]) from error
-        raise
-    finally:
-        for number, old in mine.items():
-            signal.signal(number, old)
-        sys.unraisablehook = others
+        return
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    # one that somebody chose stays: nohup ignores signals
+    mine = {n: old for n, old in handlers.items() if signal.getsignal(n) is old}
+    with heard() as requests:
+
+        def stop(number: int, _: object) -> None:
+            signal.signal(number, signal.SIG_DFL)
+            requests.ask(number)
+
+        def thrown_away(what: sys.UnraisableHookArgs) -> None:
+            if isinstance(what.exc_value, Stopped):
+                signal.signal(requests.came[0], stop)
+                later = threading.Timer(AGAIN, again)
+                later.daemon = True
+                later.start()
+            else:
+                others(what)
+
+        def again() -> None:
+            if signal.getsignal(requests.came[0]) is stop:  # it is not over meanwhile
+                _interrupt(requests.came[0])
+
+        others, sys.unraisablehook = sys.unraisablehook, thrown_away
+        for number in mine:
+            signal.signal(number, stop)
+        try:
+            yield
+        except SystemExit as ended:  # how typer ends, and how it hears of some errors
+            if ended.code:
+                requests.heed()
+            raise
+        except Exception:
+            requests.heed()
+            raise
+        finally:
+            for number, old in mine.items():
+                signal.signal(number, old)
+            sys.unraisablehook = others
+
+
+def _interrupt(number: int) -> None:
+    """A signal to the main thread, also while it waits for something: one that came to another thread would not wake it."""
+    if hasattr(signal, "pthread_kill") and (main := threading.main_thread().ident) is not None:
+        signal.pthread_kill(main, number)
+    else:
+        signal.raise_signal(number)
 
 
 def guarded(command: Callable[[], Any]) -> NoReturn:

@@ -26,9 +26,11 @@ from fedshift.engines.pulse import beat
 from fedshift.engines.ray_worker import Answer, Known, Shipped, Worker, arrays_of, boxed
 from fedshift.engines.schedule import Plan
 from fedshift.engines.scratch import Scratch
+from fedshift.engines.stopping import stop_now, unbroken
 from fedshift.errors import UserError
 
 PATIENCE = 120.0  # seconds without a worker
+PAUSE = 0.5  # seconds after which a request to end is heard
 SEATS = 2  # pieces that a worker is given at once, so that it need not wait for the next one
 LIVES = 3  # workers that a piece of work may take with it, before it is its own fault
 
@@ -149,6 +151,7 @@ class Ray:
         return pieces_of(names, sizes, max(1, self.workers) * each)
 
     # ---- work ------------------------------------------------------------------------------------------------------------
+    @unbroken()
     def _run(self, send: Callable[[Any, list[str]], Any], pieces: Sequence[list[str]]) -> list[Any]:
         """What came of every piece, in their order, whoever did it."""
         waiting, running, done = deque(range(len(pieces))), dict[Any, tuple[Any, int]](), dict[int, Any]()
@@ -191,10 +194,14 @@ class Ray:
     def _next(self, refs: list[Any], busy: bool) -> list[Any]:
         if not refs:
             raise UserError("no worker of Ray's cluster is left")
-        ready, _ = self._ray.wait(refs, timeout=PATIENCE)
+        ready, waited = list[Any](), 0.0
+        while not ready and waited < PATIENCE:
+            ready, _ = self._ray.wait(refs, timeout=PAUSE)
+            waited += PAUSE
+            stop_now()
         if not ready and not busy:
             raise UserError(f"Ray's cluster gave no worker within {PATIENCE:.0f} s; is somebody else using it?")
-        return list(ready)
+        return ready
 
     def _greet(self, ref: Any) -> None:
         actor, free = self._starting.pop(ref)

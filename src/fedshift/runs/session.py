@@ -23,6 +23,7 @@ from fedshift.engines.pulse import share_told
 from fedshift.engines.ray import Ray
 from fedshift.engines.reference import first_local, prepared
 from fedshift.engines.schedule import Plan
+from fedshift.engines.stopping import stop_now
 from fedshift.engines.vmapped.multi_seed import Errand
 from fedshift.privacy.frame import Frame
 from fedshift.privacy.noise import Noise, seeded
@@ -90,7 +91,8 @@ class Session:
         return self.ended(state, begun, replies)
 
     def begun(self, state: State) -> Begun:
-        """The first half of a round: who takes part, and what goes down to them."""
+        """The first half of a round: who takes part, and what goes down to them. Nothing is half done before it."""
+        stop_now()
         started = time.perf_counter()
         if self.compute.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.compute.device)
@@ -244,6 +246,7 @@ class Session:
         for name, adapter in adapters.items():
             members = {c: tree for c, tree in deployed.items() if self.arch_of(task.client(c)) == name}
             if members:
+                stop_now()
                 ready = {c: self.prepared(adapter, tree, task.client(c)) for c, tree in members.items()}
                 shown = [len(task.samples(task.client(c), p)) * task.setting(p).passes for c in ready for p in parts]
                 with share_told(sum(shown), lambda share: self._moved(share, False)):
