@@ -28,7 +28,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from docs.builder.results import PAGES, Table, as_json, summary_of
+from docs.builder.results import PAGES, Table, summary_of
+from docs.builder.summaries import as_json
 
 from fedshift import Experiment, run
 from fedshift.runs.progress import Silent

@@ -15,7 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from docs.builder import counting, results, sheets  # noqa: E402
+from docs.builder import counting, results, sheets, summaries  # noqa: E402
 from fedshift import catalogue  # noqa: E402
 
 LISTED = HERE.parent / "src" / "fedshift" / "catalogue.json"
@@ -32,6 +32,6 @@ if __name__ == "__main__":
             sheets.contact_sheet(side, HERE / "pictures" / f"corruptions-{side}.png")
     if "--results" in asked:
         for source in (word for word in sys.argv[1:] if not word.startswith("--")):
-            print(f"taken from {source}: {', '.join(results.take(Path(source)))}")
+            print(f"taken from {source}: {', '.join(summaries.take(Path(source), results.known()))}")
         for path, text in results.pages().items():
             path.write_text(text, encoding="utf-8")

@@ -186,6 +186,7 @@ def test_rows_of_results_find_their_method() -> None:
 def test_results_pages_are_those_of_their_summaries() -> None:
     """Nobody types a number: python docs/generate.py --results."""
     from docs.builder import results
+    from docs.builder.summaries import as_json
 
     names = {table.name for page in results.PAGES for table in page.tables}
     for path, text in results.pages().items():
@@ -193,7 +194,7 @@ def test_results_pages_are_those_of_their_summaries() -> None:
     for path in results.KEPT.glob("*.json"):
         summary = json.loads(path.read_text(encoding="utf-8"))
         assert path.stat().st_size < 60_000
-        assert results.as_json(summary) == path.read_text(encoding="utf-8")
+        assert as_json(summary) == path.read_text(encoding="utf-8")
         if path.stem.startswith("ours-"):
             continue  # not of a table's shape; see below
         assert path.stem in names
@@ -210,7 +211,9 @@ def test_results_pages_are_those_of_their_summaries() -> None:
 def test_what_ours_has_stands_below_the_tables_of_its_protocols() -> None:
     from benchmarks.ours import PARTS
     from docs.builder import results
+    from docs.builder.ours import OURS
 
+    ours_page = (results.KEPT / "ours.md").read_text(encoding="utf-8")
     tables = {
         f"ours-{table.ours[0]}": (page, table) for page in results.PAGES for table in page.tables if any(table.ours)
     }
@@ -221,16 +224,19 @@ def test_what_ours_has_stands_below_the_tables_of_its_protocols() -> None:
     assert kept
     for path in kept:
         page, table = tables[path.stem]
-        summary = json.loads(path.read_text(encoding="utf-8"))
-        assert summary["command"].startswith(f"python benchmarks/ours.py {table.ours[0]}")
         shown = (results.KEPT / f"{page.name}.md").read_text(encoding="utf-8")
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        assert all(made["command"].startswith(f"python benchmarks/ours.py {table.ours[0]}") for made in summary["made"])
+        assert all(f"`{made['command']}`" in shown for made in summary["made"])
         section = shown.split(f"\n## {table.title}\n")[1].split("\n## ")[0]
         for title, cells in summary["rows"].items():
             row = next(line for line in section.split("\n") if line.startswith(f"| {title} |"))
             for values in cells.values():
                 assert len(values) == len(summary["seeds"])
                 assert f"{sum(values) / len(values):.1f}" in row
-        ours = summary["rows"][results.OURS][table.ours[1]]
+            each = " ".join(f"{value:.1f}" for value in cells[table.ours[1]])
+            assert f" {each} |" in ours_page, (path.stem, title)  # nobody mistypes one of its own page either
+        ours = summary["rows"][OURS][table.ours[1]]
         assert f"| {sum(ours) / len(ours):.1f} |" in next(
             line for line in glance.split("\n") if f"| {table.title} |" in line
         )

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from benchmarks import reproduce
-from docs.builder import results
+from docs.builder import results, summaries
+from docs.builder.ours import our_summary
+from docs.builder.summaries import as_json, commit, take
 
 from fedshift import Experiment
 from fedshift.results.beside import titles_of
@@ -41,7 +43,7 @@ def test_what_is_finished_counts_and_the_rest_is_listed(tmp_path: Path, monkeypa
     assert list(summary["rows"]) == ["A"]
     assert (summary["seeds"], summary["seconds"], summary["ended"]) == ([3], 12, "the time was over")
     assert summary["command"] == "fedshift run brfl -c partition.alpha=0.1 -c 'seeds=[3]'"
-    assert json.loads(results.as_json(summary)) == summary
+    assert json.loads(as_json(summary)) == summary
     assert "| A | " in results.as_markdown(summary)
     nothing = results.summary_of(table, [], whole, seconds=1.0)
     assert (nothing["rows"], nothing["not-run"]) == ({}, ["A", "B"])
@@ -49,16 +51,49 @@ def test_what_is_finished_counts_and_the_rest_is_listed(tmp_path: Path, monkeypa
     source, kept = tmp_path / "out", tmp_path / "kept"
     source.mkdir()
     kept.mkdir()
-    monkeypatch.setattr(results, "KEPT", kept)
-    (source / "brfl-0.1.json").write_text(results.as_json(summary))
-    (source / "brfl-1.0.json").write_text(results.as_json(nothing))
-    (source / "other.json").write_text(results.as_json(summary))
-    assert results.take(source) == ["brfl-0.1"]
+    monkeypatch.setattr(summaries, "KEPT", kept)
+    (source / "brfl-0.1.json").write_text(as_json(summary))
+    (source / "brfl-1.0.json").write_text(as_json(nothing))
+    (source / "other.json").write_text(as_json(summary))
+    assert take(source, results.known()) == ["brfl-0.1"]
     assert [path.name for path in kept.iterdir()] == ["brfl-0.1.json"]
     # a commit that only the other machine had tells nobody anything
-    (source / "brfl-0.1.json").write_text(results.as_json({**summary, "commit": "0123456"}))
-    results.take(source)
-    assert json.loads((kept / "brfl-0.1.json").read_text())["commit"] == results.commit()
+    (source / "brfl-0.1.json").write_text(as_json({**summary, "commit": "0123456"}))
+    take(source, results.known())
+    assert json.loads((kept / "brfl-0.1.json").read_text())["commit"] == commit()
+
+
+def test_rows_of_ours_that_are_measured_later_stand_beside_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, kept = tmp_path / "out", tmp_path / "kept"
+    source.mkdir()
+    kept.mkdir()
+    monkeypatch.setattr(summaries, "KEPT", kept)
+
+    def taken(title: str, number: float, *, seeds: list[int], name: str = "ours-unseen-mnist") -> list[str]:
+        rows = {title: {"original (unseen) (clients)": [number] * len(seeds)}}
+        made = our_summary(
+            "unseen-mnist", f"unseen-mnist --only {title}", seeds=seeds, rounds=2, seconds=1.0, ended="", rows=rows
+        )
+        (source / f"{name}.json").write_text(as_json(made))
+        return take(source, results.known())
+
+    assert taken("A", 1.0, seeds=[1, 2]) == taken("B", 2.0, seeds=[1, 2]) == ["ours-unseen-mnist"]
+    found = summaries.kept("ours-unseen-mnist")
+    assert found is not None
+    assert found["rows"] == {title: {"original (unseen)": [n, n]} for title, n in (("A", 1.0), ("B", 2.0))}
+    assert [made["command"][-1] for made in found["made"]] == ["A", "B"]
+    taken("A", 3.0, seeds=[1, 2])  # once more
+    found = summaries.kept("ours-unseen-mnist")
+    assert found is not None
+    assert found["rows"]["A"] == {"original (unseen)": [3.0, 3.0]}
+    assert [made["command"][-1] for made in found["made"]] == ["B", "A"]
+    taken("C", 4.0, seeds=[9])  # of other seeds: not to be mixed
+    found = summaries.kept("ours-unseen-mnist")
+    assert found is not None
+    assert list(found["rows"]) == ["C"]
+    assert "trial-unseen-mnist" not in taken("D", 5.0, seeds=[1], name="trial-unseen-mnist")  # tuned, or shortened
 
 
 def published(table: results.Table) -> dict[tuple[str, str], float]:
@@ -83,7 +118,7 @@ def row_of(title: str) -> str:
 @pytest.mark.parametrize("name", sorted(name for name in TABLES if (results.KEPT / f"{name}.json").exists()))
 def test_the_papers_numbers_in_summaries_are_those_of_the_presets(name: str) -> None:
     """To the last digit, also in summaries that are older than the preset."""
-    summary, theirs = results.kept(name), published(TABLES[name])
+    summary, theirs = summaries.kept(name), published(TABLES[name])
     assert summary is not None
     told = {
         (row_of(title), column): number["paper"]

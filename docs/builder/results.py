@@ -7,28 +7,24 @@ A summary is written by ``benchmarks/reproduce.py`` from run folders, a page fro
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
-import torch
-
+from docs.builder.cells import as_table, shown
+from docs.builder.ours import our_number, ours_beside
+from docs.builder.summaries import HERE, KEPT, commit, device, kept
 from fedshift import Experiment, __version__
-from fedshift.results.beside import Comparison, Number, compared, titles_of
+from fedshift.results.beside import Comparison, compared, titles_of
 from fedshift.results.collect import collect
 from fedshift.results.result import Row
 from fedshift.store.folder import read_config
 
-HERE = Path(__file__).parent
-KEPT = HERE.parent / "results"
 TEXTS = HERE / "text"
 HEADLINE = "as the paper scores it"
 UNSEEN = "original (unseen)"
-OURS = "ours / ours"  # the row of our method with our adapter
 
 
 @dataclass(frozen=True)
@@ -165,102 +161,13 @@ def summary_of(
     }
 
 
-def our_summary(
-    part: str,
-    told: str,
-    *,
-    seeds: Sequence[int],
-    rounds: int,
-    seconds: float,
-    rows: Mapping[str, Mapping[str, Sequence[float]]],
-) -> dict[str, Any]:
-    """What is kept of a part of ``benchmarks/ours.py``: every seed's number, at the last round."""
-    return {
-        "part": part,
-        "command": f"python benchmarks/ours.py {told}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit(),
-        "device": device(),
-        "seconds": round(seconds),
-        "seeds": list(seeds),
-        "rounds": rounds,
-        "rows": {name: {c.removesuffix(" (clients)"): list(v) for c, v in own.items()} for name, own in rows.items()},
-    }
-
-
-def commit() -> str:
-    """Of the code that is here; empty where there is no repository."""
-    try:
-        told = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return told.stdout.strip()
-
-
-def has(name: str) -> bool:
-    """Whether the repository here has a commit; another machine may have made one of its own for its copy."""
-    try:
-        told = subprocess.run(
-            ["git", "cat-file", "-e", f"{name}^{{commit}}"], capture_output=True, cwd=HERE, check=False
-        )
-    except OSError:
-        return bool(name)  # nobody can tell
-    return told.returncode == 0
-
-
-def device() -> str:
-    """What it was run on."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-
-
-def kept(name: str) -> dict[str, Any] | None:
-    """The summary of a table, or None if it was never run."""
-    path = KEPT / f"{name}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-def as_json(summary: Mapping[str, Any]) -> str:
-    """A summary as text, a row of numbers in a line."""
-    lines = []
-    for key, value in summary.items():
-        if isinstance(value, Mapping) and value:
-            inner = ",\n".join(f"  {json.dumps(name)}: {json.dumps(own)}" for name, own in value.items())
-            lines.append(f" {json.dumps(key)}: {{\n{inner}\n }}")
-        else:
-            lines.append(f" {json.dumps(key)}: {json.dumps(value)}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def take(source: Path) -> list[str]:
-    """Put the summaries of a folder into the repository, those with rows; their names."""
+def known() -> set[str]:
+    """The names of all summaries that a page shows."""
     tables = [table for page in PAGES for table in page.tables]
-    known = {table.name for table in tables} | {f"ours-{table.ours[0]}" for table in tables if table.ours[0]}
-    taken = []
-    for path in sorted(source.glob("*.json")):
-        summary = json.loads(path.read_text(encoding="utf-8"))
-        if path.stem in known and summary["rows"]:
-            summary["commit"] = summary["commit"] if has(summary["commit"]) else commit()
-            (KEPT / path.name).write_text(as_json(summary), encoding="utf-8")
-            taken.append(path.stem)
-    return taken
+    return {table.name for table in tables} | {f"ours-{table.ours[0]}" for table in tables if table.ours[0]}
 
 
 # ---- from summaries to pages ---------------------------------------------------------------------------------------------
-def shown(number: Number | None, bold: bool = False) -> str:
-    """A cell: ours, its deviation over seeds, the paper's in brackets.
-
-    >>> shown(Number(71.25, 0.5, paper=72.9, seeds=(71.0, 71.5)), bold=True), shown(None)
-    ('**71.2** ±0.5 (72.90)', '')
-    """
-    if number is None:
-        return ""
-    ours = f"**{number.mean:.1f}**" if bold else f"{number.mean:.1f}"
-    spread = f" ±{number.std:.1f}" if number.std or len(number.seeds) > 1 else ""
-    return f"{ours}{spread}{'' if number.paper is None else f' ({number.paper:.2f})'}"
-
-
 def as_markdown(summary: Mapping[str, Any]) -> str:
     """A summary as a table, and who is first below it."""
     table = Comparison.of_json(summary)
@@ -268,14 +175,14 @@ def as_markdown(summary: Mapping[str, Any]) -> str:
     best = {c: max((own[c].mean for own in table.rows.values() if c in own), default=0.0) for c in columns}
     errors = any(number.error is not None for number in table.headline.values())
     extra = [*([] if ranked_by(table) else [HEADLINE]), *(["± over clients"] if errors else [])]
-    lines = [["", *columns, *extra], ["---"] * (1 + len(columns) + len(extra))]
+    lines = [["", *columns, *extra]]
     for title, cells in table.rows.items():
         own = [shown(cells.get(c), c in cells and cells[c].mean == best[c]) for c in columns]
         first = table.headline.get(title)
         error = "" if first is None or first.error is None else f"{first.error:.1f}"
         told = [*([] if ranked_by(table) else [shown(first, title == table.first)]), *([error] if errors else [])]
         lines.append([title, *own, *told])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return as_table(lines)
 
 
 def ranked_by(table: Comparison) -> str:
@@ -290,42 +197,13 @@ def shortened(table: Table, summary: Mapping[str, Any]) -> str:
     return f"{fewer}{table.shortened}".strip()
 
 
-def ours_beside(table: Table) -> list[str]:
-    """What ours has on a table's protocol, and what was run beside it: other seeds, and another round, than the table's."""
-    summary = kept(f"ours-{table.ours[0]}")
-    if summary is None:
-        return []
-    columns = list(dict.fromkeys(column for cells in summary["rows"].values() for column in cells))
-    best = {c: max(fmean(cells[c]) for cells in summary["rows"].values() if c in cells) for c in columns}
-    lines = [["", *columns], ["---"] * (1 + len(columns))]
-    for title, cells in summary["rows"].items():
-        numbers = {c: Number(fmean(v), stdev(v) if len(v) > 1 else 0.0, seeds=tuple(v)) for c, v in cells.items()}
-        lines.append([title, *(shown(numbers.get(c), c in numbers and numbers[c].mean == best[c]) for c in columns)])
-    seeds = ", ".join(map(str, summary["seeds"]))
-    facts = f"{summary['rounds']} rounds, {summary['device']}, {summary['seconds']} s"
-    made = f"{summary['date']}, commit {summary['commit']}"
-    return [
-        f"[Ours](ours.md), method / adapter, on seeds {seeds} and at the last round, so not to be ranked in the table "
-        f"above. `{summary['command']}`: {facts} ({made}).",
-        "\n".join("| " + " | ".join(line) + " |" for line in lines),
-    ]
-
-
-def our_number(table: Table) -> str:
-    """The mean over seeds of ours in the column that counts; empty where it was not measured."""
-    part, column = table.ours
-    summary = kept(f"ours-{part}")
-    values = summary["rows"].get(OURS, {}).get(column, ()) if summary else ()
-    return f"{fmean(values):.1f}" if values else ""
-
-
 def section(table: Table) -> str:
     """One table of a page: the command, the time, the numbers, what they say; or that it was not run."""
     summary = kept(table.name)
     parts = [f"## {table.title}"]
     if summary is None:
         parts.append(f"Not run. `fedshift run {table.command([])}`")
-        return "\n\n".join([*parts, *ours_beside(table)])
+        return "\n\n".join([*parts, *ours_beside(table.ours[0])])
     many = len(summary["seeds"])
     facts = f"{summary['rounds']} rounds, {many} seed{'s' if many > 1 else ''}, {summary['device']}"
     rows = ", then ".join(["these rows" if summary["not-run"] else "all rows", *filter(None, [summary.get("ended")])])
@@ -339,7 +217,7 @@ def section(table: Table) -> str:
     parts += [" ".join([how, *summary["said"]])] if summary["said"] else []
     if summary["not-run"]:
         parts.append(f"Not run: {', '.join(summary['not-run'])}.")
-    return "\n\n".join([*parts, *ours_beside(table)])
+    return "\n\n".join([*parts, *ours_beside(table.ours[0])])
 
 
 def page_text(page: Page) -> str:
@@ -366,13 +244,13 @@ def glance() -> str:
         "run",
         "`ours`",
     ]
-    lines = [head, ["---"] * len(head)]
+    lines = [head]
     for page in PAGES:
         for table in page.tables:
             summary = kept(table.name)
             where = f"[{page.title}]({page.name}.md)"
             if summary is None:
-                lines.append([where, table.title, "not run", "", "", "", "", our_number(table)])
+                lines.append([where, table.title, "not run", "", "", "", "", our_number(*table.ours)])
                 continue
             found = Comparison.of_json(summary)
             own = found.headline.get(page.system)
@@ -382,17 +260,18 @@ def glance() -> str:
             earlier = ", earlier" if summary.get("before") else ""
             run = f"{part}{many} seed{'s' if many > 1 else ''}, {summary['date']}{earlier}"
             lines.append(
-                [where, table.title, found.first, found.first_in_paper, shown(own), tied, run, our_number(table)]
+                [where, table.title, found.first, found.first_in_paper, shown(own), tied, run, our_number(*table.ours)]
             )
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return (
         "<!-- made by `python docs/generate.py --results`: edit docs/builder/results.py -->\n\n# What we measured\n\n"
         "The tables of five papers: `benchmarks/reproduce.py` runs them and writes the JSON files beside these pages. "
         "Misses stand beside hits, and what was not run is listed. *First here* is the first of the rows that were run. "
         "*Told apart* means by more than clients and seeds differ; with one seed that is clients alone. *Earlier* runs "
         "were made by hand, before changes that their page names, and wait to be run again. [`ours`](ours.md), our method "
-        "with our adapter, is of other seeds and of the last round: its own page and those of the systems say what it is "
-        "above.\n\n" + table + "\n"
+        "with our adapter, is of other seeds and of the last round: the pages say what it is above. Where its cell is empty "
+        "no summary of it is kept; [its page](ours.md) says what was measured before summaries were, and what never.\n\n"
+        + as_table(lines)
+        + "\n"
     )
 
 

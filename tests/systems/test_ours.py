@@ -135,6 +135,18 @@ def test_who_is_absent_keeps_what_it_had() -> None:
         assert torch.allclose(after.server["c"][name], before.server["c"][name] + delta / 3)
 
 
+def test_the_servers_control_variate_is_the_mean_of_all_clients() -> None:
+    """Whoever takes part, whatever their sizes weigh, with momentum, and with normalisation layers at home."""
+    train = replace(TRAIN, weights="size", momentum=0.5, weight_decay=0.01)
+    fed, watch = federation("ours", make_task((5, 9, 12, 7, 8)), train, participation=0.4)
+    state, _ = run(fed, 12)
+    assert len({name for downs in watch.downs for name in downs}) == 5  # in the end everybody was there
+    for name, leaf in state.server["c"].items():
+        own = torch.stack([state.locals[client]["ci"][name] for client in "abcde"])
+        assert torch.allclose(leaf, own.mean(0), rtol=1e-9, atol=1e-12)
+        assert bool(leaf.any())
+
+
 def test_control_variates_need_sgd() -> None:
     adam = replace(TRAIN, optimiser="adam")
     with pytest.raises(UserError, match="method 'ours' with control is defined for optimiser sgd, not adam"):
@@ -163,9 +175,8 @@ def test_an_unseen_client_refreshes_its_statistics_if_that_was_right_elsewhere()
     moved = adapter.fit(adapter.init(better), x, {})
     assert equal(moved["model"], align.fit(deployed, x, {})["model"])
     assert not equal(pick(moved["model"], NORM), pick(model, NORM))
-    assert float(calibration_of(adapter, moved, "own").right) == pytest.approx(
-        0.7
-    )  # classes are found by the same models
+    # classes are found by the same models
+    assert float(calibration_of(adapter, moved, "own").right) == pytest.approx(0.7)
     for still in (worse, deployed):  # and where nobody measured
         assert equal(adapter.fit(adapter.init(still), x, {})["model"], model)
     for other in (make(passes=0), make(passes=3, batch_size=8)):  # what was measured is not of these

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
-from fedshift.core.tree import Tensors
+from fedshift.core.tree import Tensors, weighted_mean
 from fedshift.errors import UserError
 
 
@@ -22,7 +23,6 @@ def check_optimiser(who: str, optimiser: str) -> None:
 def corrected(grads: Tensors, own: Tensors, common: Tensors) -> Tensors:
     """``g - c_k + c``, where there are control variates; other gradients as they are.
 
-    >>> import torch
     >>> one = {"w": torch.ones(1)}
     >>> corrected({"w": torch.zeros(1), "b": torch.zeros(1)}, one, {"w": 3 * torch.ones(1)})
     {'w': tensor([2.]), 'b': tensor([0.])}
@@ -41,3 +41,13 @@ def change_of(before: Tensors, after: Tensors, common: Tensors, now: Mapping[str
     scale = (way > 0) / way.clamp(min=1e-30)  # a rate of zero moves nothing
     moved = now["steps"].clamp(max=1)  # a client that took no step keeps its control variate
     return {name: moved * ((before[name] - after[name]) * scale - common[name]) for name in common}
+
+
+def moved(common: Tensors, changes: Sequence[Tensors], clients: int) -> Tensors:
+    """``c + (1/K) sum_k dc_k`` over all K clients: those who are absent have not moved.
+
+    >>> moved({"w": torch.zeros(1)}, [{"w": torch.ones(1)}], 4)
+    {'w': tensor([0.2500])}
+    """
+    change = weighted_mean(changes, torch.full((len(changes),), 1 / clients, dtype=torch.float64))
+    return {name: common[name] + delta for name, delta in change.items()}

@@ -27,18 +27,6 @@ class DescribedMethod(Method):
         """One look at the features of all training images under the extractor in a slot."""
         return Phase(slot=slot, name="descriptor", kind="fold", inputs="features", batch_stats=False)
 
-    def head_phase(self, slot: str, name: str, epochs: int, lr: float | None) -> Phase:
-        """A head on the frozen extractor in a slot, whose features are computed once."""
-        return Phase(
-            slot=slot,
-            name=name,
-            trainable=self.arch.head,
-            epochs=epochs,
-            optim=self.train.optim(lr),
-            inputs="features",
-            batch_stats=False,
-        )
-
     def fold(self, state: Tree, batch: Batch, phase: Phase) -> Tree:
         """The mean feature, batch by batch."""
         share = batch["x"].sum(0) / state["now"]["samples"]

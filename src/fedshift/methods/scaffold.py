@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedshift.blocks.control_variates import change_of, check_optimiser, corrected
+from fedshift.blocks.control_variates import change_of, check_optimiser, corrected, moved
 from fedshift.core.context import ClientInfo, Context, Phase, ServerContext
 from fedshift.core.method import Method
 from fedshift.core.options import NonNegative
@@ -69,6 +69,6 @@ class Scaffold(Method):
         uniform = torch.full((len(ups),), 1 / len(ups), dtype=torch.float64)
         mean = weighted_mean([up["model"] for up in ups.values()], uniform)
         step = subtract(mean, pick(server["model"], self.arch.trainable))
-        moved = {name: server["model"][name] + self.server_lr * delta for name, delta in step.items()}
-        change = weighted_mean([up["dc"] for up in ups.values()], uniform * len(ups) / ctx.clients)
-        return {"model": {**server["model"], **mean, **moved}, "c": {n: server["c"][n] + change[n] for n in change}}, {}
+        after = {name: server["model"][name] + self.server_lr * delta for name, delta in step.items()}
+        common = moved(server["c"], [up["dc"] for up in ups.values()], ctx.clients)
+        return {"model": {**server["model"], **mean, **after}, "c": common}, {}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedshift.blocks import views as augment
 from fedshift.blocks.descriptors import DescribedMethod
+from fedshift.blocks.heads import head_phase
 from fedshift.blocks.losses import contrastive
 from fedshift.core.context import ClientInfo, Context, Phase, RandomSpec, ServerContext
 from fedshift.core.method import Batch
@@ -77,11 +78,11 @@ class FedICON(DescribedMethod):
             beyond = frozenset(projection.NAMES if self.projection else ())
             trained = (self.arch.trainable - self.arch.head) | beyond
             return (Phase(name="contrastive", trainable=trained, balance="none"),)
-        return (self.head_phase("model", "head", self.head_epochs, self.head_lr), self.descriptor_phase("model"))
+        return (head_phase(self, "model", "head", self.head_epochs, self.head_lr), self.descriptor_phase("model"))
 
     def last_phases(self, ctx: Context) -> tuple[Phase, ...]:
         """The personal head and the descriptor."""
-        personal = self.head_phase("model", "personal", self.personal_epochs, self.head_lr)
+        personal = head_phase(self, "model", "personal", self.personal_epochs, self.head_lr)
         return (personal, self.descriptor_phase("model"))
 
     def draws(self, phase: Phase) -> dict[str, RandomSpec]:

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from fedshift.blocks.descriptors import DescribedMethod
+from fedshift.blocks.heads import head_phase
 from fedshift.core.context import ClientInfo, Context, Phase
 from fedshift.core.options import NonNegative, NonNegativeInt
 from fedshift.core.registry import method
@@ -56,7 +57,7 @@ class FedTHE(DescribedMethod):
 
     def last_phases(self, ctx: Context) -> tuple[Phase, ...]:
         """The private head and the descriptor on the received extractor, whose features are computed once."""
-        head = self.head_phase("personal", "personal", self.personal_epochs, self.personal_lr)
+        head = head_phase(self, "personal", "personal", self.personal_epochs, self.personal_lr)
         return (replace(head, balance="none"), self.descriptor_phase("personal"))
 
     def init_local(self, model: Tensors, info: ClientInfo, ctx: Context) -> Tree:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from fedshift.blocks import views
-from fedshift.blocks.control_variates import change_of, check_optimiser, corrected
+from fedshift.blocks.control_variates import change_of, check_optimiser, corrected, moved
+from fedshift.blocks.heads import head_phase
 from fedshift.core.context import ClientInfo, Context, Phase, RandomSpec, ServerContext
 from fedshift.core.method import Batch, Method
 from fedshift.core.optim import clip_by_norm
 from fedshift.core.options import NonNegative, NonNegativeInt, Positive, Share, UnitInterval
 from fedshift.core.registry import method
-from fedshift.core.tree import Tensors, Tree, drop, pick, weighted_mean, zeros_like
+from fedshift.core.tree import Tensors, Tree, drop, pick, zeros_like
 
 
 @method("ours", paper="(fedshift)")
@@ -38,7 +38,8 @@ class Composition(Method):
     weighs them. With ``control = false``, ``crop = 1``, ``colour = 0``, ``tempered = 1`` and a ``clip`` that is never
     reached, and without normalisation layers, it trains what FedTHE trains, but for descriptors. ``[train] balance`` has no
     say, as in FedTHE. Control variates are uniform means over clients, as SCAFFOLD's: where ``[train] weights`` are by
-    size, training still ends at the optimum of the uniform mean. They are also why ``[privacy]`` refuses this method.
+    size, training still ends at the optimum of the uniform mean. ``[privacy]`` refuses this method: control variates need
+    more than a mean, and without them nobody has looked at it.
     """
 
     tempered: UnitInterval = 0.5  # how much of the balance
@@ -65,17 +66,8 @@ class Composition(Method):
 
     def last_phases(self, ctx: Context) -> tuple[Phase, ...]:
         """The private head on the received extractor, whose features are computed once."""
-        head = Phase(
-            name="personal",
-            slot="personal",
-            trainable=self.arch.head,
-            epochs=self.personal_epochs,
-            optim=self.train.optim(self.personal_lr),
-            inputs="features",
-            batch_stats=False,
-            balance="none",
-        )
-        return (head,)
+        head = head_phase(self, "personal", "personal", self.personal_epochs, self.personal_lr)
+        return (replace(head, balance="none"),)
 
     def draws(self, phase: Phase) -> dict[str, RandomSpec]:
         """One view of every image."""
@@ -111,7 +103,7 @@ class Composition(Method):
         if info.unseen:
             return {}
         head = {"personal": pick(model, self.arch.head)}
-        return {**super().init_local(model, info, ctx), **head, **self._no_control("ci", model)}
+        return {**super().init_local(model, info, ctx), **head, **self._controls_at_zero("ci", model)}
 
     def begin(self, down: Tree, local: Tree) -> Tree:
         """The private head sits on the extractor as it was received."""
@@ -126,8 +118,8 @@ class Composition(Method):
         if not self.control:
             return up, kept
         change = change_of(down["model"], state["model"], down["c"], state["now"], self.train.momentum)
-        moved = {name: local["ci"][name] + delta for name, delta in change.items()}
-        return {**up, "dc": change}, {**kept, "ci": moved}
+        own = {name: local["ci"][name] + delta for name, delta in change.items()}
+        return {**up, "dc": change}, {**kept, "ci": own}
 
     def settle(self, state: Tree | None, down: Tree, local: Tree, ctx: Context) -> tuple[Tree, Tree]:
         """The private head stays; normalisation layers are given away too: their mean is an unseen client's start."""
@@ -143,7 +135,7 @@ class Composition(Method):
     def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """No control yet."""
         server = super().init_server(models, clients, public)
-        return {**server, **self._no_control("c", server["model"])}
+        return {**server, **self._controls_at_zero("c", server["model"])}
 
     def broadcast(self, server: Tree, client: str, ctx: Context) -> Tree:
         """The server's control variate goes down with the model, while there are rounds."""
@@ -155,17 +147,15 @@ class Composition(Method):
         merged, metrics = super().aggregate(server, ups, ctx)
         if not self.control:
             return merged, metrics
-        share = torch.full((len(ups),), 1 / ctx.clients, dtype=torch.float64)
-        change = weighted_mean([up["dc"] for up in ups.values()], share)
-        return {**merged, "c": {name: server["c"][name] + delta for name, delta in change.items()}}, metrics
+        return {**merged, "c": moved(server["c"], [up["dc"] for up in ups.values()], ctx.clients)}, metrics
 
     # ---- not hooks ---------------------------------------------------------------------------------------------------
     @property
     def _looks(self) -> bool:
         return self.crop < 1 or self.colour > 0
 
-    def _no_control(self, slot: str, model: Tensors) -> Tree:
-        """Control variates of what travels, at zero, where there are to be some."""
+    def _controls_at_zero(self, slot: str, model: Tensors) -> Tree:
+        """Control variates of what travels, where there are to be some."""
         return {slot: zeros_like(pick(model, self.arch.trainable - self.arch.norm))} if self.control else {}
 
 
