@@ -25,6 +25,7 @@ from fedshift.results.result import Result, Row
 from fedshift.results.sections.clients import clients
 from fedshift.results.sections.scores import standings
 from fedshift.results.sections.views import Views
+from fedshift.results.trouble import alarms
 from fedshift.store.folder import find_runs
 from fedshift.store.metric import Metric
 from fedshift.store.rows import ScoreRow
@@ -145,6 +146,12 @@ def test_only_differences_that_are_more_than_noise_are_marked() -> None:
     )
     assert standings(close, 0, "best-val", "accuracy") == {0: "tied", 1: "tied"}
     assert standings(Views(Result((scored("a", [50, 60]),), ())), 0, "best-val", "accuracy") == {}
+    lonely = [scored("a", [33]), scored("b", [61]), scored("c", [59])]  # 33 beside 61 is no tie
+    assert standings(Views(Result((*lonely,), ())), 0, "best-val", "accuracy") == {}
+    assert list(alarms(lonely, "accuracy")) == [
+        "s: one client and one seed, so that no row can be told from another there"
+    ]
+    assert list(alarms(lonely[:1], "accuracy")) == []
 
 
 def test_rows_of_different_tasks_are_never_compared() -> None:

@@ -7,9 +7,13 @@ has to: what goes there is given as it is. Pages escape by themselves.
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
@@ -58,6 +62,31 @@ class Sheet(Table):
         for head in heads:
             self.add_column(head)
 
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """As rich's where there is room. Otherwise columns are as wide as their words, and go on below, behind those that
+        name a row (the first one, and all that may not wrap), so that no word is cut.
+        """
+        needs = [self._measure_column(console, options, column) for column in self.columns]
+        room = options.max_width - self._extra_width
+        if not self.columns or sum(need.maximum for need in needs) <= room or self.width is not None:
+            yield from super().__rich_console__(console, options)
+            return
+        named = max(1, next((n for n, column in enumerate(self.columns) if not column.no_wrap), 0))
+        bands = list(_bands([need.minimum + 1 for need in needs], options.max_width - 1, named))
+        for band in bands:
+            shown = (*range(named), *band)
+            widths = _widths([needs[n] for n in shown], options.max_width - 1 - len(shown))
+            part = copy(self)
+            part.columns = [
+                replace(self.columns[n], _index=index, width=max(1, width - 2))  # without its padding
+                for index, (n, width) in enumerate(zip(shown, widths, strict=True))
+            ]
+            part.title = self.title if band is bands[0] else None
+            part.caption = None
+            yield from Table.__rich_console__(part, console, options)
+        if self.caption is not None:  # as wide as the screen, however narrow the last columns are
+            yield self.caption
+
     def add_column(self, header: RenderableType = "", footer: RenderableType = "", **how: Any) -> None:
         """As rich's."""
         super().add_column(_only_text(header), _only_text(footer), **how)
@@ -65,6 +94,33 @@ class Sheet(Table):
     def add_row(self, *cells: RenderableType | None, **how: Any) -> None:
         """As rich's."""
         super().add_row(*(cell if cell is None else _only_text(cell) for cell in cells), **how)
+
+
+def _bands(needs: Sequence[int], room: int, named: int) -> Iterator[range]:
+    """Columns that stand side by side, behind those that name a row.
+
+    >>> list(_bands([10, 4, 4, 4, 4], 19, 1)), list(_bands([10, 30, 4], 19, 1))
+    ([range(1, 3), range(3, 5)], [range(1, 2), range(2, 3)])
+    """
+    room, begun = room - sum(needs[:named]), named
+    for n in range(named + 1, len(needs)):
+        if sum(needs[begun : n + 1]) > room:
+            yield range(begun, n)
+            begun = n
+    yield range(begun, len(needs))
+
+
+def _widths(needs: Sequence[Measurement], room: int) -> list[int]:
+    """As wide as their words, and wider from the left to the right while there is room.
+
+    >>> _widths([Measurement(5, 9), Measurement(5, 30)], 20), _widths([Measurement(5, 9), Measurement(5, 5)], 8)
+    ([9, 11], [5, 3])
+    """
+    widths, spare = [need.minimum for need in needs], room - sum(need.minimum for need in needs)
+    for n, need in enumerate(needs):
+        more = min(max(spare, 0), need.maximum - need.minimum)
+        widths[n], spare = widths[n] + more, spare - more
+    return widths if spare >= 0 else [*widths[:-1], max(1, widths[-1] + spare)]
 
 
 def _only_text(shown: RenderableType) -> RenderableType:

@@ -77,6 +77,15 @@ def paired_differences(a: Values, others: Sequence[Values], *, seed: int, sample
     ]
 
 
+def single(values: Values) -> bool:
+    """Whether this is one client under one seed, of which nobody knows how it would be with another.
+
+    >>> single([{"a": 1.0}]), single([{"a": 1.0, "b": 2.0}]), single([{"a": 1.0}, {"a": 2.0}])
+    (True, False, False)
+    """
+    return sum(map(len, values)) == 1
+
+
 def comparable(a: Values, b: Values) -> bool:
     """Whether both have the same clients under as many seeds, so that they can be compared in pairs.
 

@@ -172,17 +172,20 @@ def rules_table(result: Result) -> Sheet:
     metrics = [metric._replace(name=result.measure) for metric in few]
     shown = {rule for row in result.rows for rule, _ in row.values} - ({"best-val"} if not result.validated else set())
     rules = [rule for rule in RULES if rule in shown]
+    known = [
+        (metric, rule)
+        for metric in metrics
+        for rule in rules
+        if any(row.number(metric, rule) is not None for row in result.rows)
+    ]
     table = Sheet(title="The same client mean under the selection rules", title_justify="left")
     sweep = _sweep(result)
     for column in ("method", "adapter", *sweep):
         table.add_column(column, no_wrap=True)
-    for metric in metrics:
-        for rule in rules:
-            table.add_column(f"{short_name(metric)}\n{rule}", justify="right")
+    for metric, rule in known:
+        table.add_column(f"{short_name(metric)}\n{rule}", justify="right")
     for row in result.rows:
-        cells = [
-            _cell(row.number(metric, rule), None, mark=_mark(row, metric, rule)) for metric in metrics for rule in rules
-        ]
+        cells = [_cell(row.number(metric, rule), None, mark=_mark(row, metric, rule)) for metric, rule in known]
         table.add_row(*_named(row, sweep), *cells)
     return table
 

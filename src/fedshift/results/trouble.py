@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from fedshift.measures.confusion import Confusion
 from fedshift.measures.measurement import MEASURES
 from fedshift.results.result import Row
-from fedshift.results.stats import comparable, paired_difference, paired_differences
+from fedshift.results.stats import comparable, paired_difference, paired_differences, single
 from fedshift.results.tables import short_name
 from fedshift.store.lines import Evaluation, RoundLine
+from fedshift.store.metric import Metric
 
 MOST = 3  # things that a sentence names
 GROWN, HOPELESS = 2.0, 20.0  # a training loss that doubled; a validation loss that no guess has, in nats
@@ -30,6 +31,7 @@ def alarms(rows: Sequence[Row], measure: str) -> Iterator[str]:
         if base and row.adapter != "none":
             yield from harmful_adaptation(row, base[0])
     yield from close_calls(plain, measure)
+    yield from single_clients(plain, measure)
 
 
 def collapsed_predictions(row: Row) -> Iterator[str]:
@@ -77,14 +79,12 @@ def harmful_adaptation(row: Row, base: Row) -> Iterator[str]:
 
 def close_calls(rows: Sequence[Row], measure: str) -> Iterator[str]:
     """Which rows cannot be told from the best one: they differ by less than clients and seeds do."""
-    metrics = [metric for row in rows for rule, metric in row.values if rule == "best-val" and not metric.is_validation]
-    columns = list(dict.fromkeys(metric.column for metric in metrics if metric.model != "after-local"))
-    streams = [metric for metric in columns if metric.stream != "mean"]
+    streams = _streams(rows)
     if not streams or len(rows) > MOST_COMPARED:
         return
     metric = streams[0]._replace(name=measure)
     values = {k: row.accuracies(metric) for k, row in enumerate(rows) if row.number(metric) and not row.broken(metric)}
-    if len(values) < 2:
+    if len(values) < 2 or any(map(single, values.values())):
         return
     sign = 1 if MEASURES[measure].higher else -1
     best = max(values, key=lambda k: sign * _level(values[k]))
@@ -95,6 +95,24 @@ def close_calls(rows: Sequence[Row], measure: str) -> Iterator[str]:
         stream = short_name(metric).replace("\n", " ")
         them = _listed([_named(rows[k]) for k in alike])
         yield f"on {stream} the best row ({_named(rows[best])}) cannot be told from {them}: the difference is noise"
+
+
+def single_clients(rows: Sequence[Row], measure: str) -> Iterator[str]:
+    """Where every row has a number, and nobody knows what another client's would be."""
+    found = {metric: [row.accuracies(metric._replace(name=measure)) for row in rows] for metric in _streams(rows)}
+    alone = [m for m, own in found.items() if sum(map(any, own)) > 1 and all(map(single, filter(any, own)))]
+    if alone:
+        yield (
+            f"{_listed([short_name(metric) for metric in alone])}: one client and one seed, so that no row can be told "
+            "from another there"
+        ).replace("\n", " ")
+
+
+def _streams(rows: Sequence[Row]) -> list[Metric]:
+    """What rows were tested on, before a local step."""
+    metrics = [metric for row in rows for rule, metric in row.values if rule == "best-val" and not metric.is_validation]
+    columns = list(dict.fromkeys(metric.column for metric in metrics if metric.model != "after-local"))
+    return [metric for metric in columns if metric.stream != "mean"]
 
 
 def _level(values: Sequence[dict[str, float]]) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from fedshift.measures.measurement import MEASURES
 from fedshift.results.cost_table import short as short_cost
 from fedshift.results.sections.views import Views, digits_of, short
-from fedshift.results.stats import comparable, paired_differences
+from fedshift.results.stats import comparable, paired_differences, single
 from fedshift.store.metric import Part
 
 BEST, SECOND, TIED = "best", "second", "tied"
@@ -66,8 +66,9 @@ def _cell(number: tuple[float, float] | None, digits: int, trouble: str, standin
 def standings(views: Views, column: int, rule: str, measure: str) -> dict[int, str]:
     """Which rows of a column are best and second best by more than noise, task by task.
 
-    If the best cannot be told from others, all of these are tied, and nobody is second. Rows that something is wrong with,
-    bounds, and rows that were not tested on the same clients and seeds take no part.
+    If the best cannot be told from others, all of these are tied, and nobody is second. One client under one seed tells
+    nothing, so that nobody is marked. Rows that something is wrong with, bounds, and rows that were not tested on the
+    same clients and seeds take no part.
     """
     metric = views.columns[column]._replace(name=measure)
     sign = 1 if MEASURES[measure].higher else -1
@@ -86,7 +87,7 @@ def standings(views: Views, column: int, rule: str, measure: str) -> dict[int, s
 
 def _stand(order: Sequence[int], values: Mapping[int, Sequence[Mapping[str, float]]]) -> dict[int, str]:
     order = [k for k in order if k == order[0] or comparable(values[order[0]], values[k])]
-    if len(order) < 2:
+    if len(order) < 2 or single(values[order[0]]):
         return {}
     first, *others = order
     noise = [d.noise for d in paired_differences(values[first], [values[k] for k in others], seed=0)]
