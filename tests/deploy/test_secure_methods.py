@@ -170,6 +170,18 @@ def test_a_garbled_sum_is_never_used(tmp_path: Path, kind: str, change: Callable
 
 
 @pytest.mark.usefixtures("uncounted")
+def test_a_noisy_sum_that_could_not_be_used_counts(tmp_path: Path) -> None:
+    """Its masks are off for whoever has seen all messages, and the round is asked for again under other noise."""
+    own = federation(tmp_path / "f", {"clip": 0.5, "noise": 3.0, "epsilon": 2.6, "secure": True}, rounds=5)
+    own.tamper = forging("client-1", "unmask", false_shares)
+    with pytest.raises(UserError, match="true shares"):
+        own.run()
+    own.tamper = None
+    folder, _ = own.run(resume=True)
+    assert len(folder.history().rounds) == 2  # three are affordable
+
+
+@pytest.mark.usefixtures("uncounted")
 def test_letters_that_are_none_leave_their_dealer_out(tmp_path: Path) -> None:
     own = federation(tmp_path / "f", SECURE, task=whole_task(FIVE), rounds=1)
     short = forging(
