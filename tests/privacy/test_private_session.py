@@ -16,10 +16,13 @@ from fedshift.engines.base import Compute
 from fedshift.engines.sequential import Sequential
 from fedshift.errors import UserError
 from fedshift.experiment.schema import Experiment, MethodSpec
+from fedshift.methods.fedavg import FedAvg
+from fedshift.methods.fedbn import FedBN
 from fedshift.privacy.accountant import Accountant
 from fedshift.privacy.noise import seeded
 from fedshift.privacy.settings import Privacy
 from fedshift.privacy.upload import UNSENT
+from fedshift.runs.private import told_by
 from fedshift.runs.session import Session
 from fedshift.runs.setup import Setup, make_setup
 from fedshift.runs.uploads import Sent, Uploads
@@ -180,6 +183,31 @@ def test_every_row_of_the_preset_keeps_what_it_promises() -> None:
     setups = [make_setup(preset, spec, TASK, clients=100) for spec in preset.method]
     assert [setup.privacy is not None for setup in setups] == [False] + [True] * 8
     assert {setup.privacy.noise for setup in setups if setup.privacy} == {0.0, 1.0, 2.0, 4.0, 8.0, 16.0}
+
+
+def test_who_changes_what_is_settled_gives_something_unless_it_says_otherwise() -> None:
+    own = type("Own", (FedAvg,), {"settle": FedBN.settle})
+    assert own(arch=tiny_arch("mlp")).gives
+    assert not FedAvg(arch=tiny_arch("mlp")).gives
+
+
+@pytest.mark.parametrize("name", some_of(LINEAR))
+def test_a_method_gives_what_it_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing, or one more message: that is what is counted and, in a federation, refused."""
+    plain = session(name, None, rounds=1)
+    method, seen = plain.setup.method, list[dict[str, Tree]]()
+    take = type(method).take_gifts
+    monkeypatch.setattr(
+        type(method), "take_gifts", lambda self, server, gifts: seen.append(gifts) or take(self, server, gifts)
+    )
+    state, _ = federated(plain)
+    seen.clear()  # some take what comes in a round by the same way
+    plain.deploy(state)
+    (gifts,) = seen
+    assert any(any(gift.values()) for gift in gifts.values()) == method.gives
+    messages = 1 + method.extra_rounds + method.gives
+    privacy = Privacy(clip=1.0, noise=2.0)
+    assert told_by(privacy, 1.0, 1 + method.extra_rounds, method)["epsilon"] == privacy.accounted(1.0).epsilon(messages)
 
 
 def test_an_experiment_without_privacy_is_written_down_as_ever() -> None:

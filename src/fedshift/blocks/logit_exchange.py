@@ -137,6 +137,11 @@ class LogitExchange(Method):
         """An unseen client keeps what it has learnt."""
         return {}, local if state is None else {slot: pick(state[slot], leaves) for slot, leaves in local.items()}
 
+    @property
+    def gives(self) -> bool:
+        """Nothing: what was learnt is in the logits of the rounds."""
+        return False
+
     def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """Tables with a row for each image, whose zeros nobody reads; the clients may have any networks."""
         like = next(iter(next(iter(models.values())).values()))

@@ -135,11 +135,9 @@ class Arch:
         >>> sorted(arch.changed(lambda net: nn.Sequential(*net[:2], nn.LayerNorm(3), net[2]), head="3").norm)
         ['2.bias', '2.weight']
         """
-        factory = self.factory  # the function below must not hold on to the whole description
+        make = self.factory  # the function below must not hold on to the whole description
         last = self._head_name if head is None else head
-        return Arch.of(
-            lambda: surgery(copy.deepcopy(factory())), self.input_shape, self.name, last, self.mean, self.std
-        )
+        return Arch.of(lambda: surgery(copy.deepcopy(make())), self.input_shape, self.name, last, self.mean, self.std)
 
     def layers(self, kind: type[nn.Module]) -> tuple[str, ...]:
         """The names of the encoder's layers of one type, in its order.

@@ -199,10 +199,14 @@ class Method(Checked):
     def settle(self, state: Tree | None, down: Tree, local: Tree, ctx: Context) -> tuple[Tree, Tree]:
         """What a client gives to the others, once (it is counted in bytes), and what it keeps.
 
-        ``state`` is that after the last phases, None if there were none. By default nothing is given, and the tuned model
-        is kept.
+        ``state`` is that after the last phases, None if there were none. By default only the tuned model is kept.
         """
         return {}, local if state is None else {**local, "tuned": state["model"]}
+
+    @property
+    def gives(self) -> bool:
+        """Whether :meth:`settle` ever gives something away: one more message of every client, which ``[privacy]`` counts."""
+        return type(self).settle is not Method.settle
 
     def take_gifts(self, server: Tree, gifts: Mapping[str, Tree]) -> Tree:
         """Put gifts where :meth:`broadcast` finds them: by default their uniform mean, for unseen clients."""
@@ -227,7 +231,5 @@ class Method(Checked):
 
     def groups(self, phase: Phase) -> tuple[tuple[frozenset[str], Optim], ...]:
         """Every trained name with its optimiser."""
-        named = frozenset(name for names, _ in phase.groups for name in names)
-        rest = self.trainable(phase) - named
-        base = phase.optim if phase.optim is not None else self.train.optim()
-        return (*phase.groups, (rest, base)) if rest else phase.groups
+        rest = self.trainable(phase).difference(*(names for names, _ in phase.groups))
+        return (*phase.groups, (rest, phase.optim or self.train.optim())) if rest else phase.groups

@@ -83,12 +83,7 @@ class Remote:
             raise UserError(
                 f"round {plan.ctx.round + 1}: {len(sound)} of at least {least} parties gave a sound reply; {GO_ON}"
             )
-        replies = {name: self._reply(sound[name], plan.ctx, locals[name]) for name in downs if name in sound}
-        if not self._secure or plan.ctx.ending:
-            return replies
-        name = next(iter(downs))
-        up = self.expected(method, task, plan.ctx, plan.seed, name, downs[name])
-        return self._summed(replies, sound, packets, Frame.of(up, downs[name]).size)
+        return {name: self._reply(sound[name], plan.ctx, locals[name]) for name in downs if name in sound}
 
     def evaluate(
         self, adapter: Adapter, deployed: Mapping[str, Tree], task: Task, parts: Sequence[str], seed: int
@@ -143,44 +138,49 @@ class Remote:
         """What a party's upload must look like before anything is done to it: only names, shapes and types are right."""
         return rehearsed(method, self.setup, self._network(method), task, task.client(name), seed, ctx, down)
 
-    # ---- inner ---------------------------------------------------------------------------------------------------------
     @property
-    def _secure(self) -> bool:
+    def secure(self) -> bool:
+        """Whether parties hide their uploads, and answer with keys for :meth:`summed` when they have trained."""
         return self.setup.privacy is not None and self.setup.privacy.secure
 
+    def summed(self, replies: Mapping[str, Reply], where: int, size: int) -> dict[str, Reply]:
+        """The same replies with the sum of all uploads in place of each, of those whose uploads are in it.
+
+        The parties, of whatever networks, have trained in round ``where`` (from 0) and sent their keys.
+        """
+        from fedshift.deploy.summing import Sums, session_of  # most federations need no cryptography of ours
+
+        assert self.setup.privacy is not None
+        keys = {name: reply.up for name, reply in replies.items() if reply.finite}
+        session = session_of(self.terms.federation, where)
+        sums = Sums(self.setup.privacy, self.asked, session, size, self.opening, self.note)
+        whose = {"federation": self.terms.federation, "round": where}
+        try:
+            total, survivors = sums.total(keys, lambda name: {**whose, "client": name})
+        except UserError as error:
+            raise UserError(f"round {where + 1}: {error}; {GO_ON}") from None
+        there = {name: replace(replies[name], up=total) for name in survivors}
+        return {name: there.get(name, reply) for name, reply in replies.items() if name in there or not reply.finite}
+
+    # ---- inner ---------------------------------------------------------------------------------------------------------
     @property
     def _least(self) -> int:
-        """How many sound replies a round needs: a secure summation takes some, however few it is among."""
-        privacy = self.setup.privacy
-        return max(self.terms.least, privacy.threshold(1)) if privacy and privacy.secure else self.terms.least
+        """How many sound replies a round needs: a secure summation takes some, however few it is among.
+
+        That is among all parties; those of one of several networks may be fewer.
+        """
+        privacy, alone = self.setup.privacy, len(self.setup.methods) == 1
+        return max(self.terms.least, privacy.threshold(1)) if alone and privacy and privacy.secure else self.terms.least
 
     def _message(self, up: Tree, down: Tree, ctx: Context) -> Tree:
         """What an upload looks like when it arrives."""
         if self.setup.privacy is None or ctx.ending:
             return up
-        if self._secure:
+        if self.secure:
             from fedshift.deploy.summing import keys_like  # most federations need no cryptography of ours
 
             return keys_like()
         return packed(self.setup.privacy, Frame.of(up, down), up, {})[0]
-
-    def _summed(
-        self, replies: Mapping[str, Reply], answers: Mapping[str, Packet], packets: Mapping[str, Packet], size: int
-    ) -> dict[str, Reply]:
-        """The same replies with the sum of all uploads in place of each, of those whose uploads are in it."""
-        from fedshift.deploy.summing import Sums, session_of
-
-        assert self.setup.privacy is not None
-        fine = {name: answers[name] for name, reply in replies.items() if reply.finite}
-        where = packets[next(iter(packets))].facts["round"]
-        session = session_of(self.terms.federation, where)
-        sums = Sums(self.setup.privacy, self.asked, session, size, self.opening)
-        try:
-            total, survivors = sums.total(fine, lambda name: dict(packets[name].facts))
-        except UserError as error:
-            raise UserError(f"round {where + 1}: {error}; {GO_ON}") from None
-        there = {name: replace(replies[name], up=total) for name in survivors}
-        return {name: there.get(name, reply) for name, reply in replies.items() if name in there or not reply.finite}
 
     def _facts(self, name: str, ctx: Context, network: str, local: Tree) -> dict[str, Any]:
         handle = Handle.of(local)
@@ -205,7 +205,7 @@ class Remote:
                         up = self.expected(method, task, plan.ctx, plan.seed, name, down)
                         expected[key] = (up, self._message(up, down, plan.ctx))
                     check_shape(answer.tree, expected[key][1])
-                    if self.setup.privacy is not None and not self._secure and not plan.ctx.ending:
+                    if self.setup.privacy is not None and not self.secure and not plan.ctx.ending:
                         unpacked(
                             self.setup.privacy, Frame.of(expected[key][0], down), answer.tree
                         )  # says what is wrong

@@ -21,7 +21,6 @@ from fedshift.deploy.engine import Terms
 from fedshift.errors import UserError
 from fedshift.experiment.schema import Experiment, MethodSpec
 from fedshift.experiment.tables import Label, Table
-from fedshift.runs.private import gives
 from fedshift.runs.setup import Setup, make_setup, streams_of
 from fedshift.store.trees import load
 
@@ -138,7 +137,7 @@ class Federation:
     def setup(self, task: Task) -> Setup:
         """The method on its networks; a sentence if no federation can train it."""
         setup = make_setup(self.experiment, self.method, task, clients=len(self.names))
-        if setup.privacy is not None and setup.privacy.sums and gives(setup.method):
+        if setup.privacy is not None and setup.privacy.sums and setup.method.gives:
             raise UserError(
                 f"{self.method.title!r} gives something away after the last round, which [privacy] hides in simulation only"
             )

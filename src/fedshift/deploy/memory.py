@@ -69,9 +69,13 @@ class Memory:
         except UserError:
             return {}
 
-    def forget_aside(self) -> None:
-        """Nobody can open it any more."""
-        self._aside.unlink(missing_ok=True)
+    def forget_aside(self) -> bool:
+        """Nobody can open it any more; whether it was there until now, which is true for one of two who ask at once."""
+        try:
+            self._aside.unlink()
+        except FileNotFoundError:
+            return False
+        return True
 
     def _make(self) -> None:
         self.folder.mkdir(0o700, parents=True, exist_ok=True)  # local states and secrets of sums are its user's alone

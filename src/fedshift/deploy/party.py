@@ -138,6 +138,8 @@ class Party:
     def _settle(self, packet: Packet) -> tuple[dict[str, Any], Tree]:
         """The last phases of this round's models: what it gives away travels, what it keeps is put aside."""
         gift, kept, finite = self._settled(packet)
+        if self.hides and any(gift.values()):  # a method that says so is refused long before: this one has denied it
+            raise UserError("what this party would give away after the last round is not hidden, and is not sent")
         self.memory.keep_settled(packet.facts["round"], to(kept, "cpu"))
         return {"finite": finite, "notes": []}, gift
 

@@ -14,7 +14,7 @@ import torch
 from fedshift.core.adapter import Adapter
 from fedshift.core.context import Context
 from fedshift.core.method import Method
-from fedshift.core.tree import Tree
+from fedshift.core.tree import Tree, shapes
 from fedshift.data.task import Client, Task
 from fedshift.deploy.engine import Remote
 from fedshift.deploy.packet import Handle
@@ -27,7 +27,7 @@ from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
 from fedshift.runs.round import Begun
 from fedshift.runs.session import Session
-from fedshift.runs.uploads import Delivered
+from fedshift.runs.uploads import Delivered, common
 from fedshift.store.metric import VALIDATION
 from fedshift.store.state import State
 from fedshift.store.trees import load
@@ -92,8 +92,7 @@ class ServerSession(Session):
             return Delivered({}, 0)
         names = list(messages) or [self.task.clients[0].name]
         downs = {**self._downs(state.server, [self.task.client(name) for name in names], begun.ctx), **begun.downs}
-        up = self._remote.expected(self.setup.method, self.task, begun.ctx, self.seed, names[0], downs[names[0]])
-        frames = {name: Frame.of(up, downs[name]) for name in names}
+        frames = self._frames({name: downs[name] for name in names}, begun.ctx)
         if privacy.noise and not privacy.secure:  # of a secure summation the engine has written it down
             self._remote.opening()
         if not messages:
@@ -103,6 +102,27 @@ class ServerSession(Session):
             weights = (int(found["up"]), int(found["down"]))
             return self.uploads.of_sum(frames[names[0]], found["total"], names, *weights)
         return self.uploads.received(messages, frames, (begun.ctx.round,))
+
+    def _train(
+        self, state: State, clients: Sequence[Client], downs: Mapping[str, Tree], ctx: Context
+    ) -> dict[str, Reply]:
+        """Parties of all networks train; a secure sum is over all of them together."""
+        replies = super()._train(state, clients, downs, ctx)
+        sound = {name: downs[name] for name, reply in replies.items() if reply.finite}
+        if not self._remote.secure or ctx.ending or not sound:
+            return replies
+        return self._remote.summed(replies, ctx.round, common(self._frames(sound, ctx)).size)
+
+    def _frames(self, downs: Mapping[str, Tree], ctx: Context) -> dict[str, Frame]:
+        """What uploads are measured from, by client; what they look like is found out once for each network and message."""
+        ups, frames = dict[object, Tree](), dict[str, Frame]()
+        for name, down in downs.items():
+            method = self.method_of(self.task.client(name))
+            key = self.arch_of(self.task.client(name)), shapes(down)
+            if key not in ups:
+                ups[key] = self._remote.expected(method, self.task, ctx, self.seed, name, down)
+            frames[name] = Frame.of(ups[key], down)
+        return frames
 
     def _noise(self) -> Noise:
         """A seed that others know would take it off again."""

@@ -6,8 +6,8 @@ once: a second answer would hide the same numbers behind the same masks, with ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -19,18 +19,19 @@ from fedshift.deploy.memory import Memory
 from fedshift.deploy.packet import Kind, Packet
 from fedshift.errors import UserError
 from fedshift.privacy.compression import message_bytes
+from fedshift.privacy.letters import LETTER_BYTES, Letters, right_shares
 from fedshift.privacy.noise import secret
-from fedshift.privacy.secure_sum import LETTER_BYTES, Keys, Member, total_of
+from fedshift.privacy.secure_sum import Keys, Member, total_of
 from fedshift.privacy.settings import Privacy
 from fedshift.privacy.sharing import SHARE_BYTES
-from fedshift.privacy.upload import code_of, words_of
+from fedshift.privacy.upload import check_sum, code_of, words_of
 
 SUM, KEYS, LETTERS, SHARES, WORDS = "sum", "keys", "letters", "shares", "words"
 
 
 def keys_like() -> Tree:
     """What a party answers when it has trained."""
-    return {KEYS: {"masks": torch.zeros(32, dtype=torch.uint8), "letters": torch.zeros(32, dtype=torch.uint8)}}
+    return {KEYS: {part.name: torch.zeros(32, dtype=torch.uint8) for part in fields(Keys)}}
 
 
 def sent_like(size: int, parties: int) -> Tree:
@@ -57,7 +58,7 @@ class Summand:
         about = {"session": _tensor(self.session)}
         self.memory.put_aside({"own": {"update": {"values": update.cpu()}, "secrets": secrets, "about": about}})
         keys = member.advertise()
-        return {KEYS: {"masks": _tensor(keys.masks), "letters": _tensor(keys.letters)}}
+        return {KEYS: {part.name: _tensor(getattr(keys, part.name)) for part in fields(Keys)}}
 
     def share(self, packet: Packet) -> Tree:
         """Letters for everybody whose keys these are."""
@@ -87,17 +88,20 @@ class Summand:
         aside = self._aside("own", "shared", "masked")
         keys, member = self._again(aside)
         shares = member.unmask(keys, _letters(aside["masked"][LETTERS]), [int(k) for k in packet.facts["survivors"]])
-        self.memory.forget_aside()
+        self._claim()
         return {SHARES: {str(other): _tensor(share) for other, share in shares.items()}}
 
     def _aside(self, *phases: str) -> dict[str, Tree]:
         """What these phases of this summation left, which must be the last ones."""
         aside = self.memory.aside()
         if tuple(aside) != phases or _bytes(aside["own"]["about"]["session"]) != self.session:
-            raise UserError(
-                "this party has nothing to add to this secure summation; it is asked again in the next round"
-            )
+            raise _nothing_to_add()
         return aside
+
+    def _claim(self) -> None:
+        """Whoever forgets the secrets may tell what was made of them: two questions at once have one answer."""
+        if not self.memory.forget_aside():
+            raise _nothing_to_add()
 
     def _again(self, aside: Mapping[str, Tree]) -> tuple[dict[int, Keys], Member]:
         keys = _keys(aside["shared"][KEYS])
@@ -107,6 +111,10 @@ class Summand:
         """Itself; how many must survive it works out for itself."""
         own = {name: _bytes(leaf) for name, leaf in aside["own"]["secrets"].items()}
         return Member(number, self.privacy.threshold(parties), self.session, **own)
+
+
+def _nothing_to_add() -> UserError:
+    return UserError("this party has nothing to add to this secure summation; it is asked again in the next round")
 
 
 # ---- the server ----------------------------------------------------------------------------------------------------------
@@ -119,10 +127,14 @@ class Sums:
     session: bytes
     size: int  # of an update
     opening: Callable[[], object]  # called before the sum is known
+    note: Callable[[str], object]
 
-    def total(self, trained: Mapping[str, Packet], facts: Callable[[str], dict[str, Any]]) -> tuple[Tree, list[str]]:
-        """The sum, as a tree with what its messages weighed, and whose it is; ``facts`` say to whom a packet goes."""
-        names, weight = list(trained), [0, 0]  # bytes up and down
+    def total(self, sent: Mapping[str, Tree], facts: Callable[[str], dict[str, Any]]) -> tuple[Tree, list[str]]:
+        """The sum, as a tree with what its messages weighed, and whose it is.
+
+        ``sent`` has the keys of those that have trained, ``facts`` say to whom a packet goes.
+        """
+        names, weight = list(sent), [0, 0]  # bytes up and down
 
         def asked(
             kind: Kind, slot: str, trees: Mapping[int, Tree], about: Callable[[int], dict[str, Any]]
@@ -135,12 +147,10 @@ class Sums:
             return {k: own for k in trees if (a := answers.get(names[k])) and (own := a.tree.get(slot))}
 
         numbers = [str(k) for k in range(len(names))]
-        advertised = {
-            f"{k}/{kind}": key for k, name in enumerate(names) for kind, key in trained[name].tree[KEYS].items()
-        }
+        advertised = {f"{k}/{kind}": key for k, name in enumerate(names) for kind, key in sent[name][KEYS].items()}
         everybody = {k: {KEYS: advertised} for k in range(len(names))}
         letters = asked("share", LETTERS, everybody, lambda k: {"number": k})
-        letters = {k: own for k, own in letters.items() if list(own) == numbers}
+        letters = {k: own for k, own in letters.items() if list(own) == numbers and _are_letters(own)}
         dealt = {k: {LETTERS: {str(j): own[str(k)] for j, own in letters.items()}} for k in letters}
         masked = asked("mask", WORDS, dealt, lambda _: {})
         words = {
@@ -153,13 +163,37 @@ class Sums:
             raise UserError(f"a secure summation needs {threshold} parties; {len(words)} are left")
         self.opening()
         opened = asked("unmask", SHARES, {k: {} for k in words}, lambda _: {"survivors": list(words)})
-        shares = {k: _letters(own) for k, own in opened.items() if list(own) == [str(j) for j in letters]}
-        total = total_of(_keys(advertised), list(letters), words, shares, threshold, self.session)
-        weight[0] += sum(message_bytes(packet.tree) for packet in trained.values())
-        found = {"total": code_of(self.privacy, len(names)).decode(total)}
-        return {SUM: {**found, "up": torch.tensor(weight[0]), "down": torch.tensor(weight[1])}}, [
-            names[k] for k in words
-        ]
+        shares = {k: _letters(own) for k, own in opened.items() if set(own) <= {str(j) for j in letters}}
+        envelopes = {k: _letters(own) for k, own in letters.items()}
+        self._say_false(names, envelopes, list(words), shares)
+        keys, called = _keys(advertised), lambda k: repr(names[k])
+        total = code_of(self.privacy, len(names)).decode(
+            total_of(keys, envelopes, words, shares, threshold, self.session, called)
+        )
+        check_sum(self.privacy, total, len(words), len(names))
+        weight[0] += sum(message_bytes(tree) for tree in sent.values())
+        found = {"total": total, "up": torch.tensor(weight[0]), "down": torch.tensor(weight[1])}
+        return {SUM: found}, [names[k] for k in words]
+
+    def _say_false(
+        self,
+        names: Sequence[str],
+        letters: Letters,
+        survivors: Sequence[int],
+        opened: Mapping[int, Mapping[int, bytes]],
+    ) -> None:
+        """Who told shares that are not those that were dealt, and who could not tell some."""
+        right = right_shares(letters, survivors, opened)
+        for teller, told in opened.items():
+            false = [repr(names[dealer]) for dealer in told if teller not in right[dealer]]
+            untold = [repr(names[dealer]) for dealer in letters if dealer not in told]
+            if false:
+                self.note(
+                    f"{names[teller]!r} told false shares of masks of {', '.join(false)}, which are not used: its disk "
+                    "is damaged, or it does not keep to the protocol"
+                )
+            if untold:
+                self.note(f"{names[teller]!r} could not read what {', '.join(untold)} dealt it for a secure summation")
 
 
 def session_of(federation: str, round_: int) -> bytes:
@@ -170,9 +204,13 @@ def session_of(federation: str, round_: int) -> bytes:
 def _keys(leaves: Tensors) -> dict[int, Keys]:
     try:
         numbers = sorted({int(name.partition("/")[0]) for name in leaves})
-        return {k: Keys(_bytes(leaves[f"{k}/masks"]), _bytes(leaves[f"{k}/letters"])) for k in numbers}
+        return {k: Keys(*(_bytes(leaves[f"{k}/{part.name}"]) for part in fields(Keys))) for k in numbers}
     except (LookupError, ValueError):
         raise UserError("the keys of a secure summation are not what they must be") from None
+
+
+def _are_letters(leaves: Tensors) -> bool:
+    return all(leaf.dtype == torch.uint8 and leaf.shape == (LETTER_BYTES,) for leaf in leaves.values())
 
 
 def _letters(leaves: Tensors) -> dict[int, bytes]:

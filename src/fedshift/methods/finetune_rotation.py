@@ -77,6 +77,11 @@ class RotationFineTune(FineTune):
         gift, kept = super().settle({**state, "model": drop(state["model"], NAMES)}, down, local, ctx)
         return gift, {**kept, "rotation": pick(state["model"], NAMES)}
 
+    @property
+    def gives(self) -> bool:
+        """Nothing: both are one's own."""
+        return False
+
     def deployed(self, down: Tree, local: Tree) -> Tree:
         """With the rotation head."""
         like = next(iter(down["model"].values()))

@@ -91,6 +91,11 @@ class KNNPer(Method):
         lam = hits.argmax(-1).to(state["memory"]["lam"].dtype) / (GRID - 1)
         return {}, {"memory": {**state["memory"], "lam": lam}}
 
+    @property
+    def gives(self) -> bool:
+        """Nothing: a memory is of one's own images."""
+        return False
+
     def deployed(self, down: Tree, local: Tree) -> Tree:
         """The global model and the memory."""
         like = next(iter(down["model"].values()))

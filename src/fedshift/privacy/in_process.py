@@ -51,7 +51,7 @@ def summed(
     received = {k: {sender: sent[k] for sender, sent in letters.items()} for k in letters}
     masked = {k: members[k].mask(keys, received[k], vectors[names[k]]) for k in still_there("mask", letters)}
     opened = {k: members[k].unmask(keys, received[k], masked) for k in still_there("unmask", masked)}
-    sent = [len(one.masks) + len(one.letters) for one in keys.values()]
+    sent = [len(one.masks) + len(one.letters) + len(one.own) for one in keys.values()]
     sealed = sum(len(letter) for own in letters.values() for letter in own.values())
     told = sum(len(share) for own in opened.values() for share in own.values())
     return Summed(

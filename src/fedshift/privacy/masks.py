@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 
 import numpy as np
@@ -47,6 +48,17 @@ def mask_of(key: bytes, size: int) -> Words:
     """
     stream = Cipher(AES256(key), CTR(bytes(16))).encryptor()
     return np.frombuffer(stream.update(bytes(4 * size)), dtype="<u4")
+
+
+def fingerprint(secret: bytes, purpose: bytes) -> bytes:
+    """By what a secret is known again when it is told: SHA-256 for one purpose.
+
+    It says nothing of a secret that nobody can guess, which 32 random bytes are, and a share of them too.
+
+    >>> fingerprint(bytes(32), b"test") == fingerprint(bytes(32), b"test") != fingerprint(bytes(32), b"another")
+    True
+    """
+    return hashlib.sha256(len(purpose).to_bytes(4, "big") + purpose + secret).digest()
 
 
 def seal(key: bytes, letter: bytes, about: bytes) -> bytes:

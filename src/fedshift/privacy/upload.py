@@ -18,6 +18,7 @@ from fedshift.privacy.settings import Privacy
 
 UPDATE = "update"  # the slot of a message
 UNSENT = "unsent"  # the slot of a client's local state: what compression has left for the next round
+ROUNDING = 0.01  # of lengths: words are whole numbers, and clipping was done in single precision
 FARTHEST = 12.0  # standard deviations that the words of a secure summation have room for
 
 
@@ -70,6 +71,27 @@ def unpacked(privacy: Privacy, frame: Frame, message: Tree) -> Tensor:
     if not sound(update):
         raise UserError("what an update says is not finite")
     return clipped(update, privacy.clip)
+
+
+def check_sum(privacy: Privacy, total: Tensor, parties: int, asked: int) -> None:
+    """Refuse what no sum of so many clipped updates can be; so many ``asked`` for it share the noise.
+
+    Nobody can look at a single upload behind masks. A sum that was garbled is noise as large as words can be, and longer.
+
+    >>> check_sum(Privacy(clip=1.0, secure=True), torch.tensor([0.0, 4.0]), 4, 4)
+    >>> check_sum(Privacy(clip=1.0, secure=True), torch.tensor([3.0, 4.0]), 4, 4)
+    Traceback (most recent call last):
+        ...
+    fedshift.errors.UserError: the sum of 4 updates is longer than they can be (5 > 4): it is garbled and not used
+    """
+    assert privacy.clip is not None
+    deviation = privacy.noise * privacy.clip * math.sqrt(parties / privacy.threshold(asked))
+    most = parties * privacy.clip + deviation * (math.sqrt(len(total)) + FARTHEST)
+    found = float(total.norm())
+    if found > most * (1 + ROUNDING):
+        raise UserError(
+            f"the sum of {parties} updates is longer than they can be ({found:.4g} > {most:.4g}): it is garbled and not used"
+        )
 
 
 def noisy_sum(

@@ -119,12 +119,12 @@ def affordable(privacy: Privacy, participation: float, rounds: int, method: Meth
     if privacy.epsilon is None:
         return rounds
     accountant = privacy.accounted(participation)
-    return max(0, accountant.affordable(privacy.epsilon, rounds + lost, of_all=int(gives(method))) - lost)
+    return max(0, accountant.affordable(privacy.epsilon, rounds + lost, of_all=int(method.gives)) - lost)
 
 
 def told_by(privacy: Privacy, participation: float, rounds: int, method: Method, lost: int = 0) -> dict[str, float]:
     """What so many rounds tell about a client, if they are all: with those ``lost``, and what is given away after them."""
-    return {"epsilon": privacy.accounted(participation).epsilon(rounds + lost, of_all=int(gives(method)))}
+    return {"epsilon": privacy.accounted(participation).epsilon(rounds + lost, of_all=int(method.gives))}
 
 
 def lots(seed: int, round_: int, clients: int) -> list[float]:
@@ -137,9 +137,12 @@ def lots(seed: int, round_: int, clients: int) -> list[float]:
     return drawn
 
 
-def gives(method: Method) -> bool:
-    """Whether clients give something away after the last round, which is one more message of each."""
-    return type(method).settle is not Method.settle
+def check_given(privacy: Privacy | None, method: Method, gifts: Mapping[str, Tree]) -> None:
+    """Refuse gifts of a method that says it gives nothing away: nobody has counted them."""
+    if privacy is not None and privacy.sums and not method.gives and any(gifts.values()):
+        raise UserError(
+            f"[privacy] {type(method).__name__} gives something away after the last round and says it does not"
+        )
 
 
 def possible(gifts: Mapping[str, Tree], method: Method) -> dict[str, Tree]:

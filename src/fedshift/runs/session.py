@@ -30,7 +30,7 @@ from fedshift.privacy.noise import Noise, seeded
 from fedshift.privacy.upload import UNSENT
 from fedshift.runs.deployment import Deployment
 from fedshift.runs.memory import memory_so_far, resident_peak
-from fedshift.runs.private import lots, possible, told_by
+from fedshift.runs.private import check_given, lots, possible, told_by
 from fedshift.runs.round import Begun, RoundReport, drawn, phases_of, work_in
 from fedshift.runs.setup import Setup
 from fedshift.runs.uploads import Delivered, Sent, Uploads
@@ -175,6 +175,7 @@ class Session:
         gifts, own = self._settled(state, self._downs(state.server, clients, ctx), ctx)
         # who has never taken part has nothing trained to give
         given = {name: gifts[name] for name in state.locals if gifts.get(name)}
+        check_given(self.setup.privacy, self.setup.method, given)
         common = {name: {"model": self.initial[self.arch_of(self.task.client(name))]} for name in given}
         delivered = self.uploads.given(Sent(given, common), ("gifts", state.round), len(clients))
         taken = possible(delivered.ups, self.setup.method) if delivered.noisy else delivered.ups

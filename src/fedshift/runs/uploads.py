@@ -88,10 +88,10 @@ class Uploads:
         weight = sum(message_bytes(message) for message in messages.values())
         if not self.privacy.sums:
             return Delivered({name: frames[name].tree(update) for name, update in updates.items()}, weight, kept)
-        common = _common(frames)
+        one = common(frames)
         if not self.privacy.secure:
-            total = noisy_sum(self.privacy, updates, common.size, self.noise, when)
-            return replace(self.of_sum(common, total, list(updates), weight), kept=kept)
+            total = noisy_sum(self.privacy, updates, one.size, self.noise, when)
+            return replace(self.of_sum(one, total, list(updates), weight), kept=kept)
         from fedshift.privacy.in_process import summed  # whoever needs no cryptography need not have it
 
         parties = len(updates)
@@ -100,7 +100,7 @@ class Uploads:
         }
         found = summed(words, self.privacy.threshold(parties), repr(when).encode())
         total = code_of(self.privacy, parties).decode(found.total)
-        return replace(self.of_sum(common, total, list(updates), found.bytes_up, found.bytes_down), kept=kept)
+        return replace(self.of_sum(one, total, list(updates), found.bytes_up, found.bytes_down), kept=kept)
 
     def of_sum(
         self, frame: Frame, total: Tensor, parties: Sequence[str], bytes_up: int, bytes_down: int = 0
@@ -115,7 +115,7 @@ class Uploads:
         return self.of_sum(frame, noisy_sum(self.privacy, {}, frame.size, self.noise, when), [NOBODY], 0)
 
 
-def _common(frames: Mapping[str, Frame]) -> Frame:
+def common(frames: Mapping[str, Frame]) -> Frame:
     """The frame of all uploads, which must be one."""
     first, *others = frames.values()
     if not all(first.same_as(other) for other in others):

@@ -140,6 +140,11 @@ class FedICON(DescribedMethod):
         kept = {**local, **own}
         return self.descriptor_gift(kept) if self.share else {}, kept
 
+    @property
+    def gives(self) -> bool:
+        """The descriptor, unless nothing is shared."""
+        return self.share
+
     # ---- the server --------------------------------------------------------------------------------------------------
     def init_server(self, models: Mapping[str, Tensors], clients: tuple[str, ...], public: Tensor) -> Tree:
         """Nobody holds the frozen encoder yet."""

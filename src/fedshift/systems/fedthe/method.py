@@ -82,6 +82,11 @@ class FedTHE(DescribedMethod):
         kept = local if state is None else self._kept(state)
         return self.descriptor_gift(kept) if self.sync_descriptors else {}, kept
 
+    @property
+    def gives(self) -> bool:
+        """The descriptor, if it is given away at all."""
+        return self.sync_descriptors
+
     def _kept(self, state: Tree) -> Tree:
         return {"personal": pick(state["personal"], self.arch.head), "descriptor": state["descriptor"]}
 
