@@ -87,8 +87,7 @@ class Session:
     def step(self, state: State) -> tuple[State, RoundReport]:
         """One round: send, train locally, aggregate."""
         begun = self.begun(state)
-        replies = self._train(state, begun.clients, begun.downs, begun.ctx)
-        return self.ended(state, begun, replies)
+        return self.ended(state, begun, self._train(state, begun.clients, begun.downs, begun.ctx))
 
     def begun(self, state: State) -> Begun:
         """The first half of a round: who takes part, and what goes down to them. Nothing is half done before it."""
@@ -96,8 +95,7 @@ class Session:
         started = time.perf_counter()
         if self.compute.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.compute.device)
-        ctx = self.context(state.round)
-        clients = self.participants(state.round)
+        ctx, clients = self.context(state.round), self.participants(state.round)
         return Begun(ctx, clients, self._downs(state.server, clients, ctx), started)
 
     def errand(self, state: State, begun: Begun) -> Errand:
