@@ -7,7 +7,7 @@ CONSTRAINTS ?= constraints.txt
 # for machines that can fetch nothing: a folder of unpacked wheels beside what their Python has
 WHEELS ?= .wheels
 
-.PHONY: demo quick test test-system test-grid test-long test-all gpu gpu-speed docs lint format clean
+.PHONY: demo quick test test-system test-grid test-long test-all test-kernels gpu gpu-speed docs lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/fedshift run
@@ -34,6 +34,11 @@ test-long: $(INSTALLED)
 	$(BIN)/python -m pytest -q --tier long
 
 test-all: test test-system test-grid test-long
+
+# kernels of our own in Triton's interpreter, on a CPU; installs Triton (0.7 GB), after which test-system has them too
+test-kernels: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e ".[kernels]"
+	$(BIN)/python -m pytest -q --tier system tests/engines/test_kernels.py
 
 # what CI cannot check; takes any Python that has torch, and installs nothing
 gpu:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,7 +18,6 @@ from fedshift.engines.auto import compute_for
 from fedshift.engines.base import Compute
 from fedshift.engines.cuda import convolutions, trilinear
 from fedshift.engines.cuda.convolutions import StackedConvolutions, fastest, implicit_pays
-from fedshift.engines.cuda.geometry import Geometry, Role
 from fedshift.engines.cuda.ways import by_folding, by_patches
 from fedshift.engines.vmapped.engine import COMPILE_PAYS, compiling_pays
 from fedshift.methods.fedavg import FedAvg
@@ -310,40 +307,6 @@ def test_ways_are_noted() -> None:
         assert used == {"patches"}
         many(torch.randn(2, 64, 9, 9))
     assert used == {"patches", "groups"}
-
-
-# Triton's interpreter (3.6) needs NumPy below 2.4
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
-HAS_GPU = torch.cuda.is_available() and trilinear.works(torch.device("cuda"))
-
-
-@pytest.mark.skipif(not (INTERPRETED or HAS_GPU), reason="needs a GPU, or Triton and TRITON_INTERPRET=1")
-@pytest.mark.parametrize("image", [(8, 8), (9, 11), (16, 32)])  # whole tiles of rows, others, sums in parts
-@pytest.mark.parametrize(("channels", "out"), [(3, 32), (16, 16), (32, 5), (64, 96)])
-@pytest.mark.parametrize(("size", "stride", "padding"), [*SHAPES, ((2, 2), (1, 1), (2, 2))])
-def test_kernels_of_our_own(
-    image: tuple[int, int],
-    channels: int,
-    out: int,
-    size: tuple[int, int],
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-) -> None:
-    """Each of images, kernels and outputs from the other two, as exact as TF32 is."""
-    from fedshift.engines.cuda.kernels import MAKERS
-
-    geometry = Geometry(image, size, stride, padding)
-    generator = torch.Generator().manual_seed(0)
-    shapes = {
-        Role.IMAGES: (2, 4, channels, *image),
-        Role.KERNELS: (2, out, channels, *size),
-        Role.OUTPUTS: (2, 4, out, *geometry.positions),
-    }
-    given = {role: torch.randn(shape, dtype=torch.double, generator=generator) for role, shape in shapes.items()}
-    rounded = {role: tensor.to("cuda" if HAS_GPU else "cpu", torch.float32) for role, tensor in given.items()}
-    for role, make in MAKERS.items():
-        expected, found = trilinear.BY_GROUPS[role](given, geometry), make(rounded, geometry).cpu().double()
-        assert float((found - expected).norm() / expected.norm()) < (1e-3 if HAS_GPU else 1e-5)
 
 
 def test_grouped_and_single_images_go_on_as_they_are() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +10,7 @@ from torch.func import grad, jvp, vmap
 
 from fedshift.core.optim import SGD
 from fedshift.core.tree import Tensors
-from fedshift.engines.cuda import convolutions, maps, trilinear
+from fedshift.engines.cuda import convolutions, maps
 from fedshift.engines.cuda.convolutions import StackedConvolutions
 from fedshift.engines.cuda.geometry import Geometry
 
@@ -24,9 +21,6 @@ WINDOWS = [
     ((3, 3), (1, 1), (1, 1)),
     ((2, 3), (1, 2), (1, 0)),
 ]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
-HAS_GPU = torch.cuda.is_available() and trilinear.works(torch.device("cuda"))
-needs_kernels = pytest.mark.skipif(not (INTERPRETED or HAS_GPU), reason="needs a GPU, or Triton and TRITON_INTERPRET=1")
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -61,50 +55,6 @@ def test_pooling_that_is_not_ours(settings: dict) -> None:
     with StackedConvolutions():
         torch.testing.assert_close(vmap(lambda x: F.max_pool2d(x, 2, **settings))(x), expected)
         F.max_pool2d(x[0], 2)  # nobody is stacked
-
-
-def _given(window: tuple, dtype: torch.dtype) -> tuple[Tensor, Geometry]:
-    """Images with equals, infinities and NaN."""
-    x = torch.randint(-3, 4, (3, 2, 9, 11), generator=torch.Generator().manual_seed(1)).to(dtype)
-    x[0, 0, 3, 4], x[1, 1, 2, 2], x[2, 0] = torch.nan, torch.inf, -torch.inf
-    return x, Geometry((9, 11), *window)
-
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("window", WINDOWS)
-def test_pooling_kernels(window: tuple, dtype: torch.dtype) -> None:
-    from fedshift.engines.cuda import map_kernels
-
-    x, geometry = _given(window, dtype)
-    there = torch.device("cuda" if HAS_GPU else "cpu")
-    y, flat = F.max_pool2d(x, geometry.size, geometry.stride, geometry.padding, return_indices=True)
-    highest, which = map_kernels.highest(x.to(there), geometry)
-    torch.testing.assert_close(highest.cpu(), y, equal_nan=True)
-    assert torch.equal(which.cpu(), maps._named(flat, geometry))
-    g = torch.randn(y.shape, dtype=dtype)
-    pixels = torch.zeros(3, 2, 99, dtype=dtype).scatter_add(2, flat.flatten(2), g.flatten(2)).view_as(x)
-    torch.testing.assert_close(map_kernels.scattered(g.to(there), which, geometry).cpu(), pixels)
-    other = torch.randn_like(pixels)
-    chosen = other.flatten(2).gather(2, flat.flatten(2)).view_as(g)
-    assert torch.equal(map_kernels.gathered(other.to(there), which, geometry).cpu(), chosen)
-
-
-@needs_kernels
-@pytest.mark.parametrize("heavy", [False, True])
-def test_a_step_of_descent_in_one_pass(heavy: bool) -> None:
-    from fedshift.engines.cuda import map_kernels
-
-    there = torch.device("cuda" if HAS_GPU else "cpu")
-    leaf, gradient, velocity = (torch.randn(3, 50, 41) for _ in range(3))
-    rate = torch.tensor([0.1, 0.2, 0.3])
-    step = gradient + 5e-4 * leaf + (0.9 * velocity if heavy else 0)
-    given = (leaf.to(there), gradient.to(there), velocity.to(there) if heavy else None, rate.to(there), 0.9, 5e-4)
-    moved, kept = map_kernels.descended(*given)
-    torch.testing.assert_close(moved.cpu(), leaf - rate[:, None, None] * step)
-    assert (kept is not None) == heavy
-    if kept is not None:
-        torch.testing.assert_close(kept.cpu(), step)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

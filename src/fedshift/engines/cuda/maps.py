@@ -180,11 +180,17 @@ class _Descended(torch.autograd.Function):
         decay: float,
         heavy: bool,
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        given = zip((leaf, grad, velocity, rate), in_dims, strict=False)
-        leaf, grad, velocity, rate = (
-            tensor.expand(info.batch_size, *tensor.shape) if at is None else tensor.movedim(at, 0)
-            for tensor, at in given
-        )
+        stacked = _whole(info, in_dims, leaf, grad, velocity, rate)
+        return _Stacked.apply(*stacked, momentum, decay, heavy), (0, 0)  # type: ignore[no-untyped-call]
+
+
+class _Stacked(torch.autograd.Function):
+    """Of clients (K, ...), each with a rate."""
+
+    @staticmethod
+    def forward(
+        leaf: Tensor, grad: Tensor, velocity: Tensor, rate: Tensor, momentum: float, decay: float, heavy: bool
+    ) -> tuple[Tensor, Tensor]:
         if leaf.dtype == torch.float32 and _has_kernels(leaf):
             from fedshift.engines.cuda import map_kernels
 
@@ -192,9 +198,39 @@ class _Descended(torch.autograd.Function):
                 moved, kept = map_kernels.descended(
                     leaf, grad, velocity if heavy else None, rate.contiguous(), momentum, decay
                 )
-            return (moved, rate if kept is None else kept), (0, 0)
+            return moved, leaf.new_empty(len(leaf), 0) if kept is None else kept
         rates = rate.view(-1, *[1] * (leaf.dim() - 1))
-        return _Descended.forward(leaf, grad, velocity, rates, momentum, decay, heavy), (0, 0)
+        return _Descended.forward(leaf, grad, velocity, rates, momentum, decay, heavy)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[Any, ...],
+        leaf: Tensor,
+        grad: Tensor,
+        velocity: Tensor,
+        rate: Tensor,
+        momentum: float,
+        decay: float,
+        heavy: bool,
+    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        """Clients of clients are so many clients; kernels are only given what no other ``vmap`` still holds."""
+        flat = [one.flatten(0, 1) for one in _whole(info, in_dims, leaf, grad, velocity, rate)]
+        both = _Stacked.apply(*flat, momentum, decay, heavy)  # type: ignore[no-untyped-call]
+        moved, kept = (one.unflatten(0, (info.batch_size, -1)) for one in both)
+        return (moved, kept), (0, 0)
+
+
+def _whole(info: Any, in_dims: tuple[Any, ...], *tensors: Tensor) -> list[Tensor]:
+    """All of them with the stack first."""
+    return [
+        one.expand(info.batch_size, *one.shape) if at is None else one.movedim(at, 0)
+        for one, at in zip(tensors, in_dims, strict=False)
+    ]
 
 
 def _has_kernels(like: Tensor) -> bool:
