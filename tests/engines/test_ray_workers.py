@@ -14,6 +14,7 @@ import torch
 
 from fedshift.engines import ray as engines_ray
 from fedshift.engines.base import Compute
+from fedshift.engines.ray_worker import Answer
 from fedshift.errors import UserError
 
 
@@ -40,7 +41,7 @@ class Actor:
     def __init__(self, number: int) -> None:
         self.number, self.lost, self.why = number, False, RayError()
         self.ready = SimpleNamespace(remote=lambda: Ref(self, lambda: True, True))
-        self.work = SimpleNamespace(remote=lambda piece: Ref(self, lambda: ((self.number, *piece), 0), False))
+        self.work = SimpleNamespace(remote=lambda piece: Ref(self, lambda: Answer((self.number, *piece), 0, ()), False))
 
 
 class Fake:

@@ -60,7 +60,7 @@ class Graphs:
             ):
                 return chosen(state, batch)
         static = self._states[group]
-        _copy(state, static)
+        copy_into(static, state)
         for name, leaf in batch.items():
             if self._copied.get((key, name)) is not leaf:  # most of a batch is new, but not what all steps share
                 self._batches[key][name].copy_(leaf)
@@ -107,7 +107,7 @@ class Graphs:
         with _capturing(graph, self._pool):
             result = step(static, inputs)
             moved = {slot: leaves for slot, leaves in result.items() if slot in static}
-            _copy(_apart(moved, static), static)
+            copy_into(static, moved)
         self._graphs[key] = graph
         self._said[key] = {slot: leaves for slot, leaves in result.items() if slot not in static}
 
@@ -159,22 +159,22 @@ def _compiled(step: Step) -> Step:
     return guarded
 
 
-def _copy(source: Tree, target: Tree) -> None:
+def copy_into(target: Tree, source: Tree) -> None:
+    """Values into their places. Some may lie in each other's places, or be views of them: a step may hand an old value on
+    under another name, transposed, or one row of it for all.
+    """
     if source is target:
         return
+    places = {leaf.untyped_storage().data_ptr() for leaves in target.values() for leaf in leaves.values()}
     pairs = [(target[slot][name], leaf) for slot, leaves in source.items() for name, leaf in leaves.items()]
-    changed = [(old, new) for old, new in pairs if old.data_ptr() != new.data_ptr()]
+    changed = [
+        (place, leaf.clone() if leaf.untyped_storage().data_ptr() in places else leaf)
+        for place, leaf in pairs
+        if not _same(place, leaf)
+    ]
     if changed:  # in few launches: states have many small tensors
-        torch._foreach_copy_([old for old, _ in changed], [new for _, new in changed])
+        torch._foreach_copy_([place for place, _ in changed], [leaf for _, leaf in changed])
 
 
-def _apart(moved: Tree, static: Tree) -> Tree:
-    """A step may hand an old value on under another name; it is copied before its position is overwritten."""
-    positions = {leaf.data_ptr() for leaves in static.values() for leaf in leaves.values()}
-    return {
-        slot: {
-            name: leaf.clone() if leaf.data_ptr() in positions - {static[slot][name].data_ptr()} else leaf
-            for name, leaf in leaves.items()
-        }
-        for slot, leaves in moved.items()
-    }
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
