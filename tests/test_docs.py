@@ -26,7 +26,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md")])
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MADE = re.compile(
-    r"(methods|adapters|api)/[\w-]+\.md|reference/(models|partitions|streams|presets|pairs)\.md|results/index\.md"
+    r"(methods|adapters|api)/[\w-]+\.md|reference/(models|partitions|streams|presets|pairs)\.md|results/(index|glance)\.md"
 )
 
 

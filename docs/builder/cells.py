@@ -8,7 +8,7 @@ from fedshift.results.beside import Number
 
 
 def as_table(lines: Sequence[Sequence[str]]) -> str:
-    """A head and rows of cells.
+    """A head and rows of cells, each in one line.
 
     >>> print(as_table([["", "a"], ["row", "1"]]))
     |  | a |
@@ -16,7 +16,8 @@ def as_table(lines: Sequence[Sequence[str]]) -> str:
     | row | 1 |
     """
     head, *rows = lines
-    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *rows])
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("\n", " ") for cell in line) + " |" for line in lines)
 
 
 def shown(number: Number | None, bold: bool = False) -> str:

@@ -63,7 +63,10 @@ def _outside() -> dict[str, str]:
     """Pages that lie beside ``docs/``, their links as seen from inside."""
     texts = {target: (TOP / name).read_text(encoding="utf-8") for name, target in ROOT.items()}
     return {
-        target: text.replace("](docs/", "](").replace("](README.md", "](index.md") for target, text in texts.items()
+        target: text.replace("](docs/results/README.md", "](results/glance.md")
+        .replace("](docs/", "](")
+        .replace("](README.md", "](index.md")
+        for target, text in texts.items()
     }
 
 

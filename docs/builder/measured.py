@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import fedshift
+from docs.builder.cells import as_table
 from fedshift.experiment import files
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -97,10 +98,8 @@ def quoted(kind: str, name: str) -> str:
             continue
         base = [owner == ("fedavg", "none") and name != "fedavg" for owner in owners]
         rows = [row for row, mine, other in zip(table.rows, own, base, strict=True) if mine or other]
-        lines = [table.head, ["---"] * len(table.head), *rows]
         where = f"{table.title}{', ' + table.heading if table.heading else ''}"
-        text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        parts.append(f"[{where}](../results/{table.anchor}):\n\n{text}")
+        parts.append(f"[{where}](../results/{table.anchor}):\n\n{as_table([table.head, *rows])}")
     return "\n\n".join(parts)
 
 

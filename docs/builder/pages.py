@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from docs.builder import measured, provenance
+from docs.builder.cells import as_table
 from docs.builder.equations import to_markdown
+from docs.builder.summaries import KEPT
 from fedshift import catalogue
 from fedshift.core.compatibility import REASONS, SLOTS
 from fedshift.core.options import options_of
@@ -27,13 +29,14 @@ def pages() -> dict[str, str]:
     for kind, registry in KINDS.items():
         made |= {f"{kind}/{name}.md": page(kind, entry) for name, entry in registry.items()}
     made |= {f"reference/{name}.md": choices(name) for name in ("models", "partitions", "streams")}
-    return made | {"reference/presets.md": presets(), "reference/pairs.md": pairs(), "results/index.md": paper_map()}
+    glance = (KEPT / "README.md").read_text(encoding="utf-8")  # which a repository shows in the folder's place
+    results = {"results/index.md": paper_map(), "results/glance.md": glance}
+    return made | results | {"reference/presets.md": presets(), "reference/pairs.md": pairs()}
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("\n", " ") for cell in line) + " |" for line in lines)
+    return as_table([head, *rows])
 
 
 def overview(kind: str) -> str:
@@ -262,7 +265,7 @@ def paper_map() -> str:
     parts = [
         "# From paper to result",
         "Each of the five papers has a folder, presets for its tables and figures, and a page with what we measured, "
-        "misses included.",
+        "misses included. [All at one glance](glance.md) says who is first in which table.",
     ]
     for name, system in provenance.SYSTEMS.items():
         entry = METHODS[system.methods[0]]

@@ -229,7 +229,8 @@ def page_text(page: Page) -> str:
         "the paper scores each of them; *± over clients* is its standard error over clients."
     )
     made = "\n\n".join(section(table) for table in page.tables)
-    return "\n\n".join([told, before.strip(), how, made, after.strip()]).strip() + "\n"
+    title, _, before = before.strip().partition("\n\n")
+    return "\n\n".join([title, told, before, how, made, after.strip()]).strip() + "\n"
 
 
 def glance() -> str:
@@ -242,7 +243,7 @@ def glance() -> str:
         "the system's headline (paper)",
         "told apart from the others",
         "run",
-        "`ours`",
+        "ours",
     ]
     lines = [head]
     for page in PAGES:
@@ -263,7 +264,7 @@ def glance() -> str:
                 [where, table.title, found.first, found.first_in_paper, shown(own), tied, run, our_number(*table.ours)]
             )
     return (
-        "<!-- made by `python docs/generate.py --results`: edit docs/builder/results.py -->\n\n# What we measured\n\n"
+        "# All at one glance\n\n<!-- made by `python docs/generate.py --results`: edit docs/builder/results.py -->\n\n"
         "The tables of five papers: `benchmarks/reproduce.py` runs them and writes the JSON files beside these pages. "
         "Misses stand beside hits, and what was not run is listed. *First here* is the first of the rows that were run. "
         "*Told apart* means by more than clients and seeds differ; with one seed that is clients alone. *Earlier* runs "
