@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -43,12 +45,43 @@ def print_result(screen: Screen, result: Result, rule: str, rules: bool, clients
         screen.print(f"- {note}")
 
 
-def print_advice(screen: Screen, advice: Advice) -> None:
-    """What to deploy, in bold, and why."""
-    head, *reasons = advice.lines()
-    screen.print(head, style="bold", soft_wrap=True)
-    for reason in reasons:
-        screen.print(f"- {reason}", soft_wrap=True)
+def print_advice(screen: Screen, advised: Mapping[str, Advice | UserError], compared: bool = False) -> None:
+    """What to deploy, in bold, and why, task by task; all that was ``compared``, if that is asked for."""
+    from fedshift.results.tables import capitalised
+
+    for name, advice in advised.items():
+        title = f"{capitalised(name)}: " if name else ""
+        if isinstance(advice, UserError):
+            screen.print(f"{title}{advice}", soft_wrap=True)
+            continue
+        if compared:
+            screen.print(advice.table())
+        head, *reasons = advice.lines()
+        screen.print(f"{title}{head}", style="bold", soft_wrap=True)
+        for reason in reasons:
+            screen.print(f"- {reason}", soft_wrap=True)
+
+
+def advised(result: Result, measure: str = "") -> dict[str, Advice | UserError]:
+    """Advice on every task by its name, or why there is none; raises if there is none at all."""
+    found = {name: _attempted(part, measure) for name, part in result.by_task().items()}
+    first = next(iter(found.values()))
+    if isinstance(first, UserError) and all(isinstance(one, UserError) for one in found.values()):
+        raise first
+    return found
+
+
+def advice_json(advised: Mapping[str, Advice | UserError]) -> str:
+    """Advice for programs: that on one task as it is, that on several by their names."""
+    told = {name: {"error": str(a)} if isinstance(a, UserError) else a.to_dict() for name, a in advised.items()}
+    return json.dumps(told.get("", {"tasks": told}), indent=1)
+
+
+def _attempted(part: Result, measure: str) -> Advice | UserError:
+    try:
+        return part.advice(measure)
+    except UserError as error:
+        return error
 
 
 def wants_json(format: str) -> bool:

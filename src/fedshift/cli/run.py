@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedshift.cli.app import app, presets
-from fedshift.cli.printing import Change, Clients, console, print_advice, print_result
+from fedshift.cli.printing import Change, Clients, advised, console, print_advice, print_result
 
 if TYPE_CHECKING:
     from fedshift.results.plain import Screen
@@ -100,7 +100,7 @@ def run(
     print_result(screen, result, "best-val", rules=chosen.evaluate.oracle, clients=clients)
     if any(row.twins for row in result.rows):
         screen.print("What to deploy (fedshift advise has the table):", style="bold")
-        print_advice(screen, result.advice())
+        print_advice(screen, advised(result))
     screen.print(f"Pictures: {', '.join(map(str, pictures))}. Again: fedshift show {folder}")
     _report(screen, result, chosen.title or chosen.name, folder / "report.html")
 

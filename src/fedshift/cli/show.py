@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedshift.cli.app import app
-from fedshift.cli.printing import Clients, Format, console, print_advice, print_result, wants_json
+from fedshift.cli.printing import Clients, Format, advice_json, advised, console, print_advice, print_result, wants_json
 from fedshift.errors import UserError
 
 
@@ -77,10 +77,8 @@ def advise(
     from fedshift.store.folder import find_runs
 
     as_json = wants_json(format)
-    advice = collect(find_runs(path)).advice(metric)
+    found = advised(collect(find_runs(path)), metric)
     if as_json:
-        print(advice.to_json())
+        print(advice_json(found))
         return
-    screen = console()
-    screen.print(advice.table())
-    print_advice(screen, advice)
+    print_advice(console(), found, compared=True)

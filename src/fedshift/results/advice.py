@@ -58,19 +58,20 @@ class Advice:
     by_stream: Mapping[str, str]  # the best pair on each stream's twin alone
     streams: tuple[str, ...]  # whose twins were compared
 
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return {
+            "measure": self.measure,
+            "recommended": None if self.chosen is None else _plain(self.chosen),
+            "reasons": list(self.reasons),
+            "by-stream": dict(self.by_stream),
+            "streams": list(self.streams),
+            "candidates": [_plain(candidate) for candidate in self.candidates],
+        }
+
     def to_json(self) -> str:
         """Everything, for programs."""
-        return json.dumps(
-            {
-                "measure": self.measure,
-                "recommended": None if self.chosen is None else _plain(self.chosen),
-                "reasons": list(self.reasons),
-                "by-stream": dict(self.by_stream),
-                "streams": list(self.streams),
-                "candidates": [_plain(candidate) for candidate in self.candidates],
-            },
-            indent=1,
-        )
+        return json.dumps(self.to_dict(), indent=1)
 
     def lines(self) -> list[str]:
         """What a person is told."""

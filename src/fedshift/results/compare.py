@@ -10,12 +10,13 @@ from typing import Any
 
 from fedshift.errors import UserError
 from fedshift.measures.measurement import MEASURES, listed_measure
+from fedshift.results.by_task import task_of
 from fedshift.results.collect import dotted
 from fedshift.results.gather import Gathered, gather
 from fedshift.results.plain import Sheet
 from fedshift.results.result import Result, Row
 from fedshift.results.sections.origin import facts_of
-from fedshift.results.sections.views import digits_of, task_of, title_of, unit_of
+from fedshift.results.sections.views import digits_of, title_of, unit_of
 from fedshift.results.stats import LEVEL, Difference, comparable, paired_difference
 from fedshift.results.tables import capitalised
 from fedshift.store.folder import read_config

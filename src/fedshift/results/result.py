@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,6 +13,7 @@ from rich.table import Table
 from fedshift.errors import UserError
 from fedshift.measures.measurement import MEASURES
 from fedshift.results import tables
+from fedshift.results.by_task import tasks_of
 from fedshift.store.metric import ACCURACY, Metric, Part
 from fedshift.store.rows import ScoreRow, Told
 from fedshift.store.summary import known, mean_and_std
@@ -193,10 +194,28 @@ class Result:
         """Recall and precision of every class; None where there are too many, or nothing is known."""
         return tables.classes_table(self, rule)
 
+    def by_task(self) -> dict[str, Result]:
+        """A result for each task, by what tells it from the others: rows of two are not to be compared.
+
+        One task alone has no name.
+        """
+        hashes, numbers = tasks_of(self.rows)
+        parts = [tuple(row for row, of in zip(self.rows, numbers, strict=True) if of == n) for n in range(len(hashes))]
+        if len(parts) < 2:
+            return {"": self}
+        names = _task_names(hashes, parts)
+        return {name: replace(self, rows=_shorter(part)) for name, part in zip(names, parts, strict=True)}
+
     def advice(self, measure: str = "") -> Advice:
-        """What to deploy, by validation images alone; see :mod:`fedshift.results.advice`."""
+        """What to deploy, by validation images alone; see :mod:`fedshift.results.advice`. It is for rows of one task."""
         from fedshift.results.advice import advise
 
+        several = self.by_task()
+        if len(several) > 1:
+            raise UserError(
+                f"advice is for one task, and these rows are of {len(several)} ({', '.join(several)}): by_task() has them "
+                "one by one"
+            )
         return advise(self, measure or self.measure)
 
     def rules_table(self) -> Table:
@@ -210,6 +229,27 @@ class Result:
     def costs_table(self) -> Table:
         """What every method costs, with the definitions beneath; a method's adapters share its row."""
         return tables.method_costs_table(self)
+
+
+def _task_names(hashes: Sequence[str], parts: Sequence[Sequence[Row]]) -> list[str]:
+    """By the sweep's key that tells each task from the others, if there is one; else by hash."""
+    for key in dict.fromkeys(key for part in parts for row in part for key, _ in row.point):
+        values = [{str(dict(row.point).get(key)) for row in part} for part in parts]
+        if all(len(own) == 1 for own in values) and len(set.union(*values)) == len(parts):
+            return [f"{key} = {own.pop()}" for own in values]
+    return [f"task {name[:8]}" for name in hashes]
+
+
+def _shorter(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Rows without the keys that do not tell runs of a method apart any more."""
+    values: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        for key, value in row.point:
+            values.setdefault((row.method, key), set()).add(str(value))
+    return tuple(
+        replace(row, point=tuple((k, value) for k, value in row.point if len(values[row.method, k]) > 1))
+        for row in rows
+    )
 
 
 FIRST = ("method", "adapter", "adapter-name")  # columns before those of a sweep

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from fedshift.measures.confusion import Confusion
 from fedshift.measures.measurement import MEASURES
+from fedshift.results.by_task import tasks_of
 from fedshift.results.result import Row
 from fedshift.results.stats import comparable, paired_difference, paired_differences, single
 from fedshift.results.tables import short_name
@@ -30,8 +31,11 @@ def alarms(rows: Sequence[Row], measure: str) -> Iterator[str]:
         base = [other for other in plain if _same_model(row, other) and other.adapter == "none"]
         if base and row.adapter != "none":
             yield from harmful_adaptation(row, base[0])
-    yield from close_calls(plain, measure)
-    yield from single_clients(plain, measure)
+    tasks, numbers = tasks_of(plain)
+    for task in range(max(len(tasks), 1)):
+        same = [row for row, of in zip(plain, numbers, strict=True) if of == task]
+        yield from close_calls(same, measure)
+        yield from single_clients(same, measure)
 
 
 def collapsed_predictions(row: Row) -> Iterator[str]:

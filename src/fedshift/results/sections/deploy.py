@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from fedshift.errors import UserError
@@ -14,10 +13,8 @@ from fedshift.results.tables import capitalised
 def deploy(views: Views) -> list[dict[str, Any]]:
     """Advice for each task, by validation images alone; why there is none, where there is none."""
     made = []
-    for number, task in enumerate(views.tasks or [("",)]):
-        rows = tuple(row for row, of in zip(views.rows, views.task, strict=True) if of == number)
-        part = replace(views.result, rows=rows)
-        title = f"Task {task[0][:8]}: " if len(views.tasks) > 1 else ""
+    for name, part in views.result.by_task().items():
+        title = f"{capitalised(name)}: " if name else ""
         try:
             advice = part.advice()
         except UserError as error:

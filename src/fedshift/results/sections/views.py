@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from fedshift.measures.measurement import MEASURES
+from fedshift.results.by_task import tasks_of
 from fedshift.results.result import Result, Row
 from fedshift.results.tables import BROKEN, COLLAPSED, DIGITS, capitalised, short_name
 from fedshift.store.metric import RULES, Metric
@@ -53,15 +54,14 @@ class Views:
         return any(score.summary_of(measure).client_mean is not None for score in scores)
 
     @cached_property
-    def tasks(self) -> list[tuple[str, ...]]:
-        """Distinct tasks, each the hashes under its seeds."""
-        return list(dict.fromkeys(filter(None, map(task_of, self.rows))))
+    def tasks(self) -> list[str]:
+        """A hash of every task."""
+        return tasks_of(self.rows)[0]
 
     @cached_property
     def task(self) -> list[int]:
-        """Which of the tasks each row was tested on; a bound is of its method's."""
-        own = {(row.method, row.point): found for row in self.rows if (found := task_of(row))}
-        return [self.tasks.index(own[key]) if (key := (row.method, row.point)) in own else 0 for row in self.rows]
+        """Which of the tasks each row was tested on."""
+        return tasks_of(self.rows)[1]
 
     @cached_property
     def trouble(self) -> dict[tuple[str, int, int], str]:
@@ -96,7 +96,7 @@ class Views:
             "columns": [{"title": title_of(metric), "validation": metric.is_validation} for metric in self.columns],
             "sweep": sweep,
             "methods": methods,
-            "tasks": [task[0][:8] for task in self.tasks],
+            "tasks": [task[:8] for task in self.tasks],
             "rows": [
                 {
                     "method": row.method,
@@ -121,15 +121,6 @@ class Views:
             if row.adapter not in own.setdefault(row.method, []):
                 own[row.method].append(row.adapter)
         return {(method, adapter): k for method, names in own.items() for k, adapter in enumerate(names)}
-
-
-def task_of(row: Row) -> tuple[str, ...]:
-    """The hashes of the task under each of a row's seeds; nothing if it does not know."""
-    for scores in row.values.values():
-        hashes = tuple(score.task_hash for score in scores)
-        if all(hashes):
-            return hashes
-    return ()
 
 
 def name_of(row: Row) -> str:
