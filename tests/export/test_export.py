@@ -504,6 +504,18 @@ def test_a_network_that_cannot_be_traced_is_refused(tmp_path: Path, capfd: pytes
     assert set(load_file(exported.files[0])) == {"mean", "std", "network.last.weight", "network.last.bias"}
 
 
+def test_who_names_a_file_gets_a_file(world: World, tmp_path: Path) -> None:
+    run, wish = world.folder("fedbn"), tmp_path / "deep" / "lima.onnx"
+    exported = export(run, "paper", format="onnx", out=wish)
+    assert exported.files == (wish,)
+    assert [path.name for path in wish.parent.iterdir()] == ["lima.onnx"]
+    in_folder = export(run, "paper", format="onnx", out=tmp_path / "folder").files[0]
+    assert wish.read_bytes() == in_folder.read_bytes()
+    assert "is there already" in refused(run, "paper", format="onnx", out=wish)
+    other = export(run, "paper", format="safetensors", out=tmp_path / "lima.onnx")  # a strange name for a folder
+    assert other.files == (tmp_path / "lima.onnx" / "model.safetensors",)
+
+
 def test_a_file_with_other_answers_is_never_left_behind(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,10 @@ def export(
     network: Annotated[
         str | None, typer.Option("--network", help="Which network, if the run mixes several; with --unseen.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="A new folder; default RUN/exported/CLIENT-FORMAT.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="A new folder, or a file if it ends as the format's do; default RUN/exported/CLIENT-FORMAT."),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
 ) -> None:
     """Write one client's model for use elsewhere: raw pixels in, probabilities out."""

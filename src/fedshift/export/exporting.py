@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def export(
     network: Network | None = None,
     device: str = "auto",
 ) -> Exported:
-    """Write the model of one client into a new folder.
+    """Write the model of one client into a new folder, or into a new file if ``out`` ends as the format's files do.
 
     ``run`` is a run folder or one above it (``method`` and ``seed`` choose among several), and ``client`` one of its
     clients, or ``unseen`` is true: the model any unseen client would get before it shows an image. Or ``run`` is the folder
@@ -97,8 +98,13 @@ def export(
     if file is None:
         return Exported(artefact, format, tuple(artefact.save(folder)))
     refuse_adapting(artefact, chosen)
-    apart = write_network(artefact, file, folder)
-    return Exported(artefact, format, tuple(files_in(folder)), apart)
+    single = out is not None and folder.suffix == Path(file.name).suffix  # who says lima.onnx means a file
+    place = folder.with_name(f".{folder.name}.{os.getpid()}.whole") if single else folder
+    apart = write_network(artefact, file, place)
+    if single:
+        os.rename(place / file.name, folder)
+        place.rmdir()
+    return Exported(artefact, format, (folder,) if single else tuple(files_in(folder)), apart)
 
 
 def _of_artefact(
