@@ -37,7 +37,7 @@ test-all: test test-system test-grid test-long
 
 # kernels of our own in Triton's interpreter, on a CPU; installs Triton (0.7 GB), after which test-system has them too
 test-kernels: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e ".[kernels]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) triton
 	$(BIN)/python -m pytest -q --tier system tests/engines/test_kernels.py
 
 # what CI cannot check; takes any Python that has torch, and installs nothing
