@@ -37,6 +37,7 @@ def our_summary(
                 "device": device(),
                 "seconds": round(seconds),
                 "ended": ended,
+                "rows": list(rows),
             }
         ],
         "rows": {name: {c.removesuffix(" (clients)"): list(v) for c, v in own.items()} for name, own in rows.items()},

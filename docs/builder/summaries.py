@@ -80,16 +80,17 @@ def made_of(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
 def joined(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, Any]:
     """A summary whose rows may be made by several commands keeps those that were there, if they are of the same kind.
 
-    >>> one = {"seeds": [1], "rounds": 2, "made": [{"command": "a"}], "rows": {"A": {}}}
-    >>> both = joined(one, {**one, "made": [{"command": "b"}], "rows": {"B": {}}})
-    >>> [made["command"] for made in both["made"]], list(both["rows"])
-    (['a', 'b'], ['A', 'B'])
-    >>> list(joined(one, {**one, "seeds": [2], "rows": {"B": {}}})["rows"])
+    >>> one = {"seeds": [1], "rounds": 2, "made": [{"command": "a", "rows": ["A", "B"]}], "rows": {"A": {}, "B": {}}}
+    >>> new = {**one, "made": [{"command": "b", "rows": ["B"]}], "rows": {"B": {"c": [1.0]}}}
+    >>> both = joined(one, new)
+    >>> [(made["command"], made["rows"]) for made in both["made"]], both["rows"]
+    ([('a', ['A']), ('b', ['B'])], {'A': {}, 'B': {'c': [1.0]}})
+    >>> list(joined(one, {**new, "seeds": [2]})["rows"])
     ['B']
     """
     alike = old is not None and "made" in new and all(old.get(key) == new[key] for key in ("seeds", "rounds"))
     if old is None or not alike:
         return dict(new)
-    again = {one["command"] for one in new["made"]}
-    before = [one for one in old["made"] if one["command"] not in again]
-    return {**new, "made": [*before, *new["made"]], "rows": {**old["rows"], **new["rows"]}}
+    before = [{**one, "rows": [row for row in one["rows"] if row not in new["rows"]]} for one in old["made"]]
+    made = [*(one for one in before if one["rows"]), *new["made"]]  # of rows that are made again it tells nothing more
+    return {**new, "made": made, "rows": {**old["rows"], **new["rows"]}}

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from fedshift.engines.ray_worker import (
     Outbox,
     SentReplies,
     Worker,
+    _answered,
     arrays_of,
     boxed,
     tree_of,
@@ -84,6 +86,7 @@ def test_replies_leave_by_the_same_memory_every_round() -> None:
         torch.zeros(3, 0),
         torch.arange(7),
         torch.arange(12.0).double().reshape(3, 4).T,
+        torch.ones(2, requires_grad=True),
     ]
 
     def lay() -> list[int]:
@@ -97,9 +100,23 @@ def test_replies_leave_by_the_same_memory_every_round() -> None:
         lay()
     places = lay()
     assert lay() == places
-    assert len({*places}) == 4
+    assert len({*places}) == 5
     outbox.stacked([torch.ones(1000)])  # more than there is: what lies there already stays
     assert all(torch.equal(found, wanted) for found, wanted in laid)
+
+
+def test_a_worker_says_what_any_process_would() -> None:
+    def work() -> int:
+        warnings.warn("the stack is cut", stacklevel=1)
+        warnings.warn("numpy will change", DeprecationWarning, stacklevel=1)
+        return 7
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("default", UserWarning)  # as Python does by itself
+        answer = _answered(work)
+        assert (answer.found, answer.warned) == (7, ("the stack is cut",))
+        assert _answered(work).warned == ("the stack is cut",)  # who asks again hears it again
 
 
 def test_everybody_is_dealt_once_and_what_is_common_once_for_all() -> None:
@@ -235,3 +252,35 @@ def test_a_node_killed_in_mid_round_changes_nothing(tmp_path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert (marks / "equal").exists()
+
+
+ENDED = """
+    import os, signal
+    from fedshift.cli.guard import guarded
+    from fedshift.engines.ray import Ray
+    from fedshift.engines.stopping import unbroken
+
+    def command():
+        engine = Ray(workers=1)
+        try:
+            with unbroken():
+                os.kill(os.getpid(), signal.SIGTERM)
+                print("whole", flush=True)
+        finally:
+            engine.close()
+        print("never")
+
+    guarded(command)
+"""
+
+
+@pytest.mark.system
+def test_a_request_to_end_is_still_heard_when_ray_is_there(tmp_path) -> None:
+    """Ray puts a handler of its own in the place of ours."""
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(ENDED))
+    environment = {**os.environ, "PYTHONPATH": ":".join([str(p) for p in sys.path if p])}
+    done = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 143, done.stderr[-2000:]
+    assert done.stdout.split() == ["whole"]
+    assert "stopped" in done.stderr

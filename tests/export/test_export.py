@@ -512,8 +512,13 @@ def test_who_names_a_file_gets_a_file(world: World, tmp_path: Path) -> None:
     in_folder = export(run, "paper", format="onnx", out=tmp_path / "folder").files[0]
     assert wish.read_bytes() == in_folder.read_bytes()
     assert "is there already" in refused(run, "paper", format="onnx", out=wish)
-    other = export(run, "paper", format="safetensors", out=tmp_path / "lima.onnx")  # a strange name for a folder
-    assert other.files == (tmp_path / "lima.onnx" / "model.safetensors",)
+    assert export(run, "paper", format="onnx", out=tmp_path / "LIMA.ONNX").files == (tmp_path / "LIMA.ONNX",)
+    other = tmp_path / "other.onnx"
+    said = refused(run, "paper", format="safetensors", out=other)
+    assert said == f"--out {other} looks like a file, and --format safetensors writes files that end in .safetensors"
+    assert refused(run, "paper", out=other).endswith("and --format artefact writes a folder")
+    assert not other.exists()
+    assert export(run, "paper", format="safetensors", out=tmp_path / "v1.2").folder == tmp_path / "v1.2"
 
 
 def test_a_file_with_other_answers_is_never_left_behind(

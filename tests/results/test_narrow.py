@@ -65,3 +65,18 @@ def test_a_word_wider_than_the_screen_is_the_last_to_be_cut() -> None:
     assert max(map(len, text.split("\n"))) <= 40
     assert "north" in text
     assert "1" in text
+
+
+@pytest.mark.parametrize("length", [12, 40, 52, 58, 90])
+@pytest.mark.parametrize("width", [40, 80])
+def test_long_names_cost_no_numbers(length: int, width: int) -> None:
+    sheet = Sheet(title="t")
+    for name in ("method", "adapter"):
+        sheet.add_column(name, no_wrap=True)
+    for head in ("original\nmean", "corrupted\nmean"):
+        sheet.add_column(head, justify="right")
+    sheet.add_row("m" * length, "head-ensemble", "71.5", "62.25")
+    text = printed(sheet, width)
+    assert max(map(len, text.split("\n"))) <= width
+    assert "71.5" in text
+    assert "62.25" in text

@@ -37,7 +37,20 @@ def test_rows_that_share_a_seeds_task_are_of_one() -> None:
         replace(scored("b", ("u0", "u1"), 50), adapter="bound", values={}, bound=True),
     ]
     assert tasks_of(rows) == (["t0", "u0"], [0, 1, 0, 1])
-    assert tasks_of([scored("a", (), 1)]) == ([], [0])
+    linked = [scored(m, tasks, 1) for m, tasks in {"a": ("h0",), "b": ("h1",), "c": ("h0", "h1"), "d": ("h1",)}.items()]
+    assert tasks_of(linked) == (["h0"], [0, 0, 0, 0])  # one that has both seeds joins them
+    assert tasks_of([scored("a", ("h0",), 1), scored("b", ("h1",), 1), scored("c", ("h1", ""), 1)])[1] == [0, 1, 1]
+    both = [scored("a", ("t",), 1), replace(scored("a", ("u",), 1), adapter="tent")]
+    assert tasks_of(both) == (["t", "u"], [0, 1])
+
+
+def test_what_nobody_knows_the_task_of_is_compared_with_nothing() -> None:
+    old, new = scored("old", ("",), 50), scored("new", ("t",), 50)
+    assert tasks_of([old]) == ([""], [0])
+    assert tasks_of([new, old]) == (["t", ""], [0, 1])
+    assert list(Result((new, old), ()).by_task()) == ["task t", "task unknown"]
+    assert list(alarms([new, old], "accuracy")) == []
+    assert len(list(alarms([old, replace(old, method="older")], "accuracy"))) == 1  # as ever
 
 
 def test_rows_of_two_tasks_are_not_held_against_each_other() -> None:
@@ -73,7 +86,7 @@ def test_every_task_has_advice_of_its_own(swept: Result) -> None:
     print_advice(screen, found, compared=True)
     shown = screen.file.getvalue()  # type: ignore[attr-defined]
     assert shown.count("Accuracy on validation images") == 2
-    assert "Split.train-limit = 20: " in shown
+    assert "\nsplit.train-limit = 20: " in shown
 
 
 def test_one_task_is_told_as_ever(swept: Result, tmp_path: Path) -> None:

@@ -47,10 +47,8 @@ def print_result(screen: Screen, result: Result, rule: str, rules: bool, clients
 
 def print_advice(screen: Screen, advised: Mapping[str, Advice | UserError], compared: bool = False) -> None:
     """What to deploy, in bold, and why, task by task; all that was ``compared``, if that is asked for."""
-    from fedshift.results.tables import capitalised
-
     for name, advice in advised.items():
-        title = f"{capitalised(name)}: " if name else ""
+        title = f"{name}: " if name else ""
         if isinstance(advice, UserError):
             screen.print(f"{title}{advice}", soft_wrap=True)
             continue

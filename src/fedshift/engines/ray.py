@@ -9,9 +9,12 @@ alone, is done by another; whoever joins the cluster is used from the next round
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fedshift.core.adapter import Adapter
@@ -33,6 +36,17 @@ PATIENCE = 120.0  # seconds without a worker
 PAUSE = 0.5  # seconds after which a request to end is heard
 SEATS = 2  # pieces that a worker is given at once, so that it need not wait for the next one
 LIVES = 3  # workers that a piece of work may take with it, before it is its own fault
+
+
+@contextmanager
+def _same_handler(number: int) -> Iterator[None]:
+    """Whoever was told of a signal still is: Ray puts a handler of its own in its place, which ends the program."""
+    before = signal.getsignal(number)
+    try:
+        yield
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(number, before)
 
 
 class Ray:
@@ -123,6 +137,10 @@ class Ray:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # by default everybody else on the machine goes first
         quiet = {"logging_level": "ERROR", "log_to_driver": False}
+        with _same_handler(signal.SIGTERM):
+            self._init(workers, quiet)
+
+    def _init(self, workers: int | None, quiet: Mapping[str, Any]) -> None:
         try:
             if os.environ.get("RAY_ADDRESS"):
                 self._ray.init(**quiet)

@@ -151,10 +151,11 @@ class Outbox:
 
     def stacked(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """The leaves of all clients as one, away from a GPU."""
+        leaves = [leaf.detach() for leaf in leaves]
         first = leaves[0]
         room = self._room(len(leaves) * first.numel() * first.element_size())
         whole = room.view(first.dtype).view(len(leaves), *first.shape)
-        return whole.copy_(torch.stack([*leaves])) if first.is_cuda else torch.stack([*leaves], out=whole)
+        return whole.copy_(torch.stack(leaves)) if first.is_cuda else torch.stack(leaves, out=whole)
 
     def _room(self, size: int) -> torch.Tensor:
         if self._taken + size > len(self._memory):  # what was laid out keeps the old memory as long as it needs it
@@ -228,7 +229,6 @@ def _answered(work: Callable[[], Any]) -> Answer:
     """A piece of work, with how many samples it was and the warnings on the way."""
     beats = list[int]()
     with heard(beats.append), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
         found = work()
     return Answer(found, sum(beats), tuple(dict.fromkeys(str(one.message) for one in caught)))
 

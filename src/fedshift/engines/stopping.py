@@ -121,10 +121,11 @@ def _interrupts() -> Iterator[None]:
         requests.ask(number)
 
     token = _REQUESTS.set(requests)
-    signal.signal(signal.SIGINT, wait)
     try:
+        signal.signal(signal.SIGINT, wait)
         with _holding(requests):
             yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        _REQUESTS.reset(token)
+        _REQUESTS.reset(token)  # first: what comes now interrupts what is here, and nothing later
+        if signal.getsignal(signal.SIGINT) is wait:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from fedshift.runs.write_artefacts import folder_name
 
 ARTEFACT = "artefact"
 FORMATS = (ARTEFACT, *NETWORK_FILES)
+ENDINGS = {Path(file.name).suffix for file in NETWORK_FILES.values()}
 COMPARED = 8  # images on which what was written is compared with what was meant
 MOST_APART = 1e-4  # in a probability, or in a logit as a share of the largest
 
@@ -94,17 +96,32 @@ def export(
     artefact = with_adapter(whole, chosen)
     words = (folder_name(artefact.config["client"]), *([chosen.title] if chosen is not None else []), format)
     folder = Path(out) if out is not None else near / "-".join(words)
+    if out is not None:
+        _check_ending(folder, format, file)
     check_free(folder)
     if file is None:
         return Exported(artefact, format, tuple(artefact.save(folder)))
     refuse_adapting(artefact, chosen)
-    single = out is not None and folder.suffix == Path(file.name).suffix  # who says lima.onnx means a file
-    place = folder.with_name(f".{folder.name}.{os.getpid()}.whole") if single else folder
-    apart = write_network(artefact, file, place)
-    if single:
-        os.rename(place / file.name, folder)
-        place.rmdir()
-    return Exported(artefact, format, (folder,) if single else tuple(files_in(folder)), apart)
+    if out is None or not folder.suffix or folder.suffix.lower() not in ENDINGS:
+        apart = write_network(artefact, file, folder)
+        return Exported(artefact, format, tuple(files_in(folder)), apart)
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}.whole")  # who says lima.onnx means a file
+    try:
+        apart = write_network(artefact, file, aside)
+        check_free(folder)
+        os.rename(aside / file.name, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return Exported(artefact, format, (folder,), apart)
+
+
+def _check_ending(out: Path, format: str, file: NetworkFile | None) -> None:
+    """Who names a file names one of the format's."""
+    ending = out.suffix.lower()
+    own = None if file is None else Path(file.name).suffix
+    if ending in ENDINGS and ending != own:
+        what = "writes a folder" if own is None else f"writes files that end in {own}"
+        raise UserError(f"--out {out} looks like a file, and --format {format} {what}")
 
 
 def _of_artefact(

@@ -72,6 +72,9 @@ class Sheet(Table):
             yield from super().__rich_console__(console, options)
             return
         named = max(1, next((n for n, column in enumerate(self.columns) if not column.no_wrap), 0))
+        widest = max((need.minimum for need in needs[named:]), default=0)
+        if sum(need.minimum + 1 for need in needs[:named]) + widest + 2 > options.max_width:
+            named = 1  # names as long as the screen is wide
         bands = list(_bands([need.minimum + 1 for need in needs], options.max_width - 1, named))
         for band in bands:
             shown = (*range(named), *band)
@@ -114,13 +117,15 @@ def _widths(needs: Sequence[Measurement], room: int) -> list[int]:
     """As wide as their words, and wider from the left to the right while there is room.
 
     >>> _widths([Measurement(5, 9), Measurement(5, 30)], 20), _widths([Measurement(5, 9), Measurement(5, 5)], 8)
-    ([9, 11], [5, 3])
+    ([9, 11], [4, 4])
     """
     widths, spare = [need.minimum for need in needs], room - sum(need.minimum for need in needs)
     for n, need in enumerate(needs):
         more = min(max(spare, 0), need.maximum - need.minimum)
         widths[n], spare = widths[n] + more, spare - more
-    return widths if spare >= 0 else [*widths[:-1], max(1, widths[-1] + spare)]
+    for _ in range(-spare):  # a screen narrower than their words: at the cost of the widest
+        widths[widths.index(max(widths))] -= 1
+    return widths
 
 
 def _only_text(shown: RenderableType) -> RenderableType:

@@ -237,7 +237,7 @@ def _task_names(hashes: Sequence[str], parts: Sequence[Sequence[Row]]) -> list[s
         values = [{str(dict(row.point).get(key)) for row in part} for part in parts]
         if all(len(own) == 1 for own in values) and len(set.union(*values)) == len(parts):
             return [f"{key} = {own.pop()}" for own in values]
-    return [f"task {name[:8]}" for name in hashes]
+    return [f"task {name[:8] or 'unknown'}" for name in hashes]
 
 
 def _shorter(rows: Sequence[Row]) -> tuple[Row, ...]:

@@ -32,7 +32,7 @@ def alarms(rows: Sequence[Row], measure: str) -> Iterator[str]:
         if base and row.adapter != "none":
             yield from harmful_adaptation(row, base[0])
     tasks, numbers = tasks_of(plain)
-    for task in range(max(len(tasks), 1)):
+    for task in range(len(tasks)):
         same = [row for row, of in zip(plain, numbers, strict=True) if of == task]
         yield from close_calls(same, measure)
         yield from single_clients(same, measure)

@@ -177,4 +177,5 @@ def copy_into(target: Tree, source: Tree) -> None:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+    alike = (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    return alike and one.data_ptr() == other.data_ptr()

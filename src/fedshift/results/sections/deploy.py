@@ -14,7 +14,7 @@ def deploy(views: Views) -> list[dict[str, Any]]:
     """Advice for each task, by validation images alone; why there is none, where there is none."""
     made = []
     for name, part in views.result.by_task().items():
-        title = f"{capitalised(name)}: " if name else ""
+        title = f"{name}: " if name else ""
         try:
             advice = part.advice()
         except UserError as error:

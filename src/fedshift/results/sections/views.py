@@ -96,7 +96,7 @@ class Views:
             "columns": [{"title": title_of(metric), "validation": metric.is_validation} for metric in self.columns],
             "sweep": sweep,
             "methods": methods,
-            "tasks": [task[:8] for task in self.tasks],
+            "tasks": [task[:8] or "unknown" for task in self.tasks],
             "rows": [
                 {
                     "method": row.method,
