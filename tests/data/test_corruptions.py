@@ -452,9 +452,11 @@ def test_mistakes_get_a_sentence() -> None:
             corrupt(images, "fog", severity, 0, ids)
     with pytest.raises(UserError, match=r"must be uint8 .* not torch.float32 \[2, 3, 32, 32\]$"):
         corrupt(images.float(), "fog", 1, 0, ids)
-    for wrong in (images[0], images[:, :2], images[:, :, :7]):
+    for wrong in (images[0], images[:, :2]):
         with pytest.raises(UserError, match="must be uint8"):
             corrupt(wrong, "fog", 1, 0, ids)
+    with pytest.raises(UserError, match=r"^images to corrupt must have 8 x 8 pixels or more, not 7 x 32$"):
+        corrupt(images[:, :, :7], "fog", 1, 0, ids)
     with pytest.raises(UserError, match=r"^2 images need as many sample ids, not \[3\]$"):
         corrupt(images, "fog", 1, 0, torch.arange(3))
 

@@ -13,12 +13,15 @@ from PIL import Image
 from torch import Tensor
 
 from fedshift.data._walk import SUFFIXES
-from fedshift.data.sources import load
+from fedshift.data.audit import notes, short_notes
+from fedshift.data.sources import from_arrays, load
 from fedshift.data.windows import window_of
 from fedshift.errors import UserError
 from fedshift.experiment.files import PICTURES, source_of
 from fedshift.experiment.schema import Experiment
+from fedshift.results.pages.task import task_lines
 from fedshift.runs.raw_images import as_bytes
+from fedshift.runs.setup import make_task
 from tests.data.test_dicom import RAMP, dicom
 
 NAMES = ("a.png", "b.png", "c.png", "d.png")
@@ -84,10 +87,10 @@ def test_a_changed_picture_is_not_taken_from_the_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "sentence"),
     [
-        ({**TABLE, "file_name": ("a", "b", "c", "lost")}, r'"scans.csv", row 3: there is no picture "lost" in'),
+        ({**TABLE, "file_name": ("a", "b", "c", "lost")}, r'"scans.csv", line 5: there is no picture "lost" in'),
         (
             {**TABLE, "file_name": ("a", "b", "c", " ")},
-            r'there is no picture in column "file_name" of "scans.csv", row 3',
+            r'there is no picture in column "file_name" of "scans.csv", line 5',
         ),
         (
             {**TABLE, "file_name": ("a", "b", "c", "A" * 5000)},
@@ -226,3 +229,15 @@ def test_windows_are_checked() -> None:
     for odd in ([1.0], [1, "a"], [True, 2], [float("nan"), 2.0], 7):
         with pytest.raises(UserError, match=r"data\.window: it must be a name, or centre and width, not"):
             Experiment(data={"window": odd})
+
+
+def test_one_class_is_pointed_at() -> None:
+    """The commonest sign of a column that is not the label."""
+    images = np.random.default_rng(0).integers(0, 256, (60, 3, 8, 8), dtype=np.uint8)
+    pool = from_arrays(images, ["nevus"] * 60, domains=["a", "b"] * 30)
+    experiment = Experiment(baselines=False, split={"train": 0.6, "val": 0.2, "test": 0.2})
+    task = make_task(experiment, 0, pool)
+    said = "all images are of one class, 'nevus': whatever is trained is right then"
+    assert said in notes(task)
+    assert said in short_notes(task)
+    assert task_lines(task)[0] == "1 class: nevus"

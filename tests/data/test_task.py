@@ -280,7 +280,7 @@ def test_clients_without_test_or_training_images_are_named() -> None:
 
 
 @pytest.mark.parametrize(("settings", "sentence"), [
-    ({"train": 0.5}, r"train \+ val \+ test must be 1, not 0.9"),
+    ({"train": 0.5}, r"train \+ val \+ test must be 1, not 0\.9 \(0\.5 \+ "),
     ({"train": 1.2, "val": 0.0, "test": 0.0}, r"train must lie in 0..1, not 1.2"),
     ({"train_fraction": -0.1}, r"train-fraction must lie in 0..1, not -0.1"),
     ({"train_fraction": 0.0}, "train and train-fraction must be positive"),

@@ -171,3 +171,14 @@ def test_inspect_looks_at_adapted_models_on_a_chosen_stream(ordered: fedshift.Re
     assert json.loads((tmp_path / "inspect.json").read_text())["runs"][0]["adapter"] == "tent"
     with pytest.raises(UserError, match="has no stream 'orignal'; it has: original, by-class"):
         inspect(folder, tmp_path, stream="orignal")
+
+
+def test_help_says_what_arguments_are_for() -> None:
+    """A pair of typer and click that forgets it has been about, and words in brackets are no markup."""
+    commands = dict(get_command(app).commands)  # type: ignore[attr-defined]
+    commands |= {f"deploy {name}": command for name, command in commands.pop("deploy").commands.items()}
+    for name, command in commands.items():
+        for parameter in command.params:
+            assert getattr(parameter, "help", None), (name, parameter.name)
+    said = CliRunner().invoke(app, ["tune", "--help"]).stdout
+    assert "beside [tune]" in " ".join(said.replace("│", " ").split())

@@ -151,3 +151,12 @@ def test_the_command(result: Result, monkeypatch: pytest.MonkeyPatch, capsys: py
     by_loss = json.loads(command(monkeypatch, capsys, "advise", folder, "--format", "json", "--metric", "loss"))
     levels = [one["level"] for one in by_loss["candidates"]]
     assert levels == sorted(levels)  # less is better
+
+
+def test_what_diverged_is_never_recommended(tmp_path: Path) -> None:
+    """An adapter can hide that a model answers with one class."""
+    methods = [{"name": "fedavg", "adapters": ["none", "bn", "tent"]}]
+    advice = go(skewed(method=methods, model=NORMED, train={"lr": 1e9, "batch-size": 16}), tmp_path).advice()
+    assert advice.chosen is None
+    assert all("training diverged" in candidate.against for candidate in advice.candidates)
+    assert advice.lines()[0] == "Nothing here can be recommended."

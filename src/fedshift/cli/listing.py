@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any
 
 import typer
@@ -53,4 +54,5 @@ def doctor() -> None:
 def _plain(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key}={item}" for key, item in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return re.sub(r":\w+:`[~.]?(?:[\w.]+\.)?(\w+)`|``(.*?)``", lambda m: m[1] or m[2], text)  # words of docstrings

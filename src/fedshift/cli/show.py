@@ -25,7 +25,7 @@ def show(
     ] = "",
     classes: Annotated[bool, typer.Option("--classes", help="Recall and precision of every class instead.")] = False,
     by: Annotated[
-        str, typer.Option(help="By subgroup instead: client, or a column of [data] attributes (scanner, sex, age).")
+        str, typer.Option(help="By subgroup instead: client, or a column of \\[data] attributes (scanner, sex, age).")
     ] = "",
     clients: Clients = False,
 ) -> None:

@@ -20,7 +20,7 @@ def tune(
     over: Annotated[
         list[str] | None,
         typer.Option(
-            help="What is searched, beside [tune]: --over 'train.lr={low=0.001, high=1.0, log=true}' or "
+            help="What is searched, beside \\[tune]: --over 'train.lr={low=0.001, high=1.0, log=true}' or "
             "--over 'method.fedprox.mu=[0.01, 0.1, 1.0]'. Left out: train.lr around its value."
         ),
     ] = None,

@@ -43,7 +43,10 @@ class Splitting:
             if not 0 <= value <= 1:
                 raise UserError(f"[split] {name.replace('_', '-')} must lie in 0..1, not {value}")
         if not self.from_file and abs(self.train + self.val + self.test - 1) > 1e-6:
-            raise UserError(f"[split] train + val + test must be 1, not {self.train + self.val + self.test:g}")
+            raise UserError(
+                f"[split] train + val + test must be 1, not {self.train + self.val + self.test:g} "
+                f"({self.train:g} + {self.val:g} + {self.test:g})"
+            )
         if isinstance(self.unseen, tuple) and len(set(self.unseen)) < len(self.unseen):
             twice = next(name for name in self.unseen if self.unseen.count(name) > 1)
             raise UserError(f"[split] unseen names {twice!r} twice")

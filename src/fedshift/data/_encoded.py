@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedshift.data._naming import meant, plain, positions
-from fedshift.data._parts import Part
+from fedshift.data._parts import Part, place
 from fedshift.data._rows import line
 from fedshift.data._walk import walk
 from fedshift.errors import UserError
@@ -18,7 +18,7 @@ def encoded(part: Part, column: str, table: Any) -> list[Any]:
     """The encoded pictures of a column, without a copy, or their paths; every row must have one."""
     found = pictures_of(part, column, table)
     for i in (i for i, picture in enumerate(found) if picture is None):
-        raise UserError(f'there is no picture in column "{column}" of "{part.name}", row {i}')
+        raise UserError(f'there is no picture in column "{column}" of {place(part.name, i)}')
     return found
 
 
@@ -74,7 +74,7 @@ def _named(table: str, cells: Sequence[str | None], folder: Path) -> list[Path |
         cell = plain(str(cells[i]))
         at = meant(cell, names, found, table)
         if at is None:
-            raise UserError(f'"{table}", row {i}: there is no picture "{cell[:100]}" in "{folder}" or below it')
+            raise UserError(f'{place(table, i)}: there is no picture "{cell[:100]}" in "{folder}" or below it')
         paths[i] = folder / names[at]
     return paths
 

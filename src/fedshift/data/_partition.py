@@ -109,7 +109,8 @@ def members(
     if codes is None:
         raise UserError(
             f"the partition {kind} needs the {what} of every image, which this data source does not have: "
-            f'say which column holds it with columns = {{ {key} = "..." }}'
+            f'say which column holds it with columns = {{ {key} = "..." }} in [data], '
+            f"or -c 'data.columns={{ {key} = \"...\" }}'"
         )
     if codes.shape != (total,):
         raise UserError(f"{total} images need as many {what} codes, not {list(codes.shape)}")

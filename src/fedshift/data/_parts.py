@@ -139,3 +139,13 @@ def _class_labels(metadata: Mapping[bytes, bytes]) -> dict[str, tuple[str, ...]]
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
     return {column: tuple(map(str, names)) for column, names in found.items() if isinstance(names, list)}
+
+
+def place(table: str, row: int) -> str:
+    """Where a row of a table is, as people find it: lines of a CSV file count from one, heads and all, rows of others
+    from zero.
+
+    >>> place("scans.csv", 5), place("scans.parquet", 5)
+    ('"scans.csv", line 7', '"scans.parquet", row 5')
+    """
+    return f'"{table}", line {row + 2}' if is_csv(Path(table)) else f'"{table}", row {row}'

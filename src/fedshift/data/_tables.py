@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fedshift.data._columns import ROLES, group_hint, optional, text_of, usual
 from fedshift.data._encoded import encoded, paths_of, picture_files
-from fedshift.data._parts import Part, hub_part, table_files, table_part
+from fedshift.data._parts import Part, hub_part, is_csv, place, table_files, table_part
 from fedshift.data._patterns import matches
 from fedshift.data._pixels import in_threads
 from fedshift.data._rows import Request, Rows, as_codes, class_names, facts_of, line
@@ -99,7 +100,7 @@ def _read_parts(request: Request, parts: Sequence[Part]) -> Rows:
 
     def where(i: int) -> str:
         at = int(np.searchsorted(starts, i, side="right")) - 1
-        return f'"{parts[at].name}", row {i - int(starts[at])}'
+        return place(parts[at].name, i - int(starts[at])) + _picture(*triples[at], i - int(starts[at]))
 
     texts = {
         role: [text for part, found, table in triples for text in _texts(part, role, found[role], table)]
@@ -147,6 +148,12 @@ def _names(triples: Sequence[tuple[Part, Mapping[str, str], Any]]) -> list[str]:
     return [f"{part.name} row {i}" for part, _, table in triples for i in range(table.num_rows)]
 
 
+def _picture(part: Part, found: Mapping[str, str], table: Any, row: int) -> str:
+    """The path of a row's picture, where somebody has written it into a CSV file."""
+    written = paths_of(table.column(found["image"])) if is_csv(Path(part.name)) else None
+    return "" if written is None or not written[row] else f" ({written[row]})"
+
+
 def _cells(part: Part, column: str, table: Any) -> list[str]:
     """A column as texts, empty where there is nothing."""
     names = part.names.get(column, ())
@@ -176,7 +183,7 @@ def _path_groups(part: Part, named: str, table: Any) -> list[str]:
     found: list[str] = []
     for i, path in enumerate(written):
         if not path:
-            raise UserError(f'there is no path in column "{column}" of "{part.name}", row {i}, to make a group of')
+            raise UserError(f'there is no path in column "{column}" of {place(part.name, i)}, to make a group of')
         found.append(path)
     hits = matches(pattern, found) if pattern else found
     return [f"part {hit}" if hit else f"path {path}" for hit, path in zip(hits, found, strict=True)]
@@ -191,7 +198,7 @@ def _texts(part: Part, role: str, column: str, table: Any) -> list[str]:
     values = table.column(column).to_pylist()
     for i, value in enumerate(values):
         if value is None or (isinstance(value, str) and not value.strip()):
-            raise UserError(f'column "{column}" is empty in "{part.name}", row {i}')
+            raise UserError(f'column "{column}" is empty in {place(part.name, i)}')
         if not isinstance(value, str | int):
             raise UserError(
                 f'column "{column}" of "{part.name}" must hold strings or integers, not {table.column(column).type}'
@@ -202,7 +209,7 @@ def _texts(part: Part, role: str, column: str, table: Any) -> list[str]:
     strange = next((i for i, value in enumerate(values) if not 0 <= value < len(names)), None)
     if strange is not None:
         raise UserError(
-            f'column "{column}" is {values[strange]} in "{part.name}", row {strange}, '
+            f'column "{column}" is {values[strange]} in {place(part.name, strange)}, '
             f"but there are names for 0..{len(names) - 1} only"
         )
     return [names[value] for value in values]

@@ -102,7 +102,7 @@ def _many(count: int, noun: str) -> str:
 
 def notes(task: Task, most: int = 8) -> list[str]:
     """Sentences of warning: columns that look like groups, images that are left out, classes nobody can test."""
-    told = list(task.provenance.get("source", {}).get("hints", []))
+    told = [*task.provenance.get("source", {}).get("hints", []), *_one_class(task)]
     told += [f"{_many(count, 'image')} left out: {reason}" for reason, count in left_out(task).items()]
     lacking = untestable(task)
     for name, classes in list(lacking.items())[:most]:
@@ -110,6 +110,13 @@ def notes(task: Task, most: int = 8) -> list[str]:
     if len(lacking) > most:
         told.append(f"{len(lacking) - most} more clients cannot be tested on some class: --format json names them all")
     return told
+
+
+def _one_class(task: Task) -> list[str]:
+    """The commonest sign of a column that is not the label."""
+    if len(task.classes) > 1:
+        return []
+    return [f"all images are of one class, {', '.join(map(repr, task.classes))}: whatever is trained is right then"]
 
 
 def _lacking(classes: Mapping[str, str]) -> str:
@@ -126,7 +133,7 @@ def _first(texts: list[str], most: int = 12) -> str:
 
 def short_notes(task: Task) -> list[str]:
     """What somebody who trains should know: hints, and one sentence if classes that clients have cannot be tested."""
-    told = list(task.provenance.get("source", {}).get("hints", []))
+    told = [*task.provenance.get("source", {}).get("hints", []), *_one_class(task)]
     owning = [name for name, classes in untestable(task).items() if set(classes.values()) - {ABSENT}]
     if owning:
         told.append(

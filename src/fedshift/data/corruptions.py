@@ -374,6 +374,8 @@ def _check(images: Tensor, severity: int, ids: Tensor, names: Sequence[str]) -> 
         raise UserError(f"unknown corruption {wrong}: choose from {', '.join(NAMES)}")
     if severity not in (1, 2, 3, 4, 5):
         raise UserError(f"severity must be 1, 2, 3, 4 or 5, not {severity}")
+    if images.dtype == torch.uint8 and images.ndim == 4 and min(images.shape[2:]) < 8:
+        raise UserError(f"images to corrupt must have 8 x 8 pixels or more, not {images.shape[2]} x {images.shape[3]}")
     if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3) or min(images.shape[2:]) < 8:
         raise UserError(
             "images to corrupt must be uint8 [B, 1 or 3, height, width] of at least 8 x 8 pixels, "

@@ -172,6 +172,8 @@ def _against(
     found = []
     if row.method == FLOOR:
         found.append("it is the floor")
+    if row.diverged:
+        found.append("training diverged")
     unserved = [short_name(metric).replace("\n", " ") for metric in metrics if not _twins(row, metric)]
     if unserved:
         found.append(f"nothing for {_named(unserved)}")

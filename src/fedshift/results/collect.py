@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from fedshift.measures.measurement import better
 from fedshift.results.result import Point, Result, Row
-from fedshift.results.trouble import alarms, broken_predictions, diverged_training, grown_loss
+from fedshift.results.trouble import alarms, broken_predictions, diverged_training, grown_loss, has_diverged
 from fedshift.store.costs import Costs, mean_costs, measured, published_by
 from fedshift.store.files import Damaged, attempt
 from fedshift.store.folder import RunFolder, read_config, title_of
@@ -22,8 +22,17 @@ from fedshift.store.plans import adapters_of
 from fedshift.store.rows import ScoreRow
 from fedshift.store.summary import ClientScore, Summary, mean_over, summarise
 
-Run: TypeAlias = tuple[int, list[ScoreRow], dict[str, float], list[ScoreRow]]  # seed, scores, cost, twins
 Key: TypeAlias = tuple[str, Metric]  # a selection rule and what was measured
+
+
+class Run(NamedTuple):
+    """What one seed adds to a row."""
+
+    seed: int
+    scores: list[ScoreRow]
+    cost: dict[str, float]
+    twins: list[ScoreRow]
+    diverged: bool
 
 
 def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
@@ -54,6 +63,7 @@ def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
         trouble += diverged_training(name, history.rounds, config.get("participation", 1.0))
         trouble += _engines(name, runs[path][2])
         trouble += grown_loss(name, history.rounds, history.evaluations)
+        lost = has_diverged(history.rounds, history.evaluations)
         costs = _costs(folder, history, scores, damaged)
         costs_notes |= dict.fromkeys(f"{title_of(config)}: {note}" for note in costs.notes)
         families: dict[str, list[list[ScoreRow]]] = {}
@@ -63,13 +73,13 @@ def collect(paths: Iterable[Path] | Mapping[Path, Sequence[str]]) -> Result:
             rows = scores[label]
             oracle = _oracle(history, rows, next(iter(measures))) if label == "none" else []
             whole = [*rows, *_validation(history, label, rows), *oracle]
-            run = (config["seed"], whole, costs.numbers(), twins.get(label, []))
+            run = Run(config["seed"], whole, costs.numbers(), twins.get(label, []), lost)
             grouped.setdefault((title_of(config), label, points[path], False), []).append(run)
             families.setdefault(rows[0].family if rows else "", []).append(rows)
         for family, members in families.items():
             if family and len(members) > 1:
                 label = f"{family}, best per client (uses labels)"
-                run = (config["seed"], _bound(members, label), costs.numbers(), [])
+                run = Run(config["seed"], _bound(members, label), costs.numbers(), [], lost)
                 grouped.setdefault((title_of(config), label, points[path], True), []).append(run)
     made = tuple(_row(*key, runs) for key, runs in grouped.items())
     trouble += [note for row in made for note in broken_predictions(row)]
@@ -109,15 +119,15 @@ def _seeded(config: Mapping[str, Any], point: Point) -> str:
 
 def _row(method: str, label: str, point: Point, bound: bool, runs: Sequence[Run]) -> Row:
     by_key: dict[Key, list[ScoreRow]] = {}
-    for row in (row for _, rows, _, _ in runs for row in rows):
+    for row in (row for run in runs for row in run.scores):
         by_key.setdefault(_key(row), []).append(row)
     complete = {key: found for key, found in by_key.items() if len(found) == len(runs)}
     twins: dict[Metric, list[ScoreRow]] = {}
-    for row in (row for _, _, _, rows in runs for row in rows):
+    for row in (row for run in runs for row in run.twins):
         twins.setdefault(row.metric, []).append(row)
     twins = {metric: found for metric, found in twins.items() if len(found) == len(runs)}
-    cost = mean_costs([cost for _, _, cost, _ in runs])
-    return Row(method, label, point, tuple(seed for seed, _, _, _ in runs), complete, cost, twins, bound)
+    seeds, diverged = tuple(run.seed for run in runs), any(run.diverged for run in runs)
+    return Row(method, label, point, seeds, complete, mean_costs([run.cost for run in runs]), twins, bound, diverged)
 
 
 def _key(row: ScoreRow) -> Key:

@@ -47,6 +47,7 @@ class Row:
     cost: Mapping[str, float] = field(default_factory=dict)
     twins: Mapping[Metric, list[ScoreRow]] = field(default_factory=dict)  # on validation images, at the chosen round
     bound: bool = False  # chosen by test labels: nothing that could be deployed
+    diverged: bool = False  # training did, under some seed
 
     def scores(self, metric: Metric | str, rule: str = "best-val") -> list[ScoreRow]:
         """The scores of a metric, one for each seed; empty if there are none."""

@@ -184,7 +184,7 @@ def diverged_training(name: str, rounds: Sequence[RoundLine], participation: flo
     >>> list(diverged_training("fedavg seed 0", [RoundLine(1, participants=2, diverged=("a",))]))
     ["fedavg seed 0: client 'a' diverged in more than half of its rounds (1 of 1), its updates were left out"]
     """
-    lost = [line.round for line in rounds if line.participants and len(line.diverged) >= line.participants]
+    lost = _lost(rounds)
     if lost:
         first = f" (first in round {lost[0]})" if len(rounds) > 1 else ""
         yield f"{name}: all clients diverged in {len(lost)} of {len(rounds)} rounds{first}: nothing was learnt there"
@@ -199,6 +199,19 @@ def diverged_training(name: str, rounds: Sequence[RoundLine], participation: flo
         most = worst if len(times) == 1 else f"up to {worst}"
         names = _listed([repr(client) for client in times])
         yield f"{name}: {who} {names} diverged in more than half of {whose} rounds ({most}), {whose} updates were left out"
+
+
+def has_diverged(rounds: Sequence[RoundLine], evaluations: Sequence[Evaluation]) -> bool:
+    """Whether training has: most rounds could use nobody's update, or the loss says so.
+
+    >>> has_diverged([RoundLine(1, participants=2, diverged=("a", "b"))], []), has_diverged([RoundLine(1, loss=2.3)], [])
+    (True, False)
+    """
+    return 2 * len(_lost(rounds)) > len(rounds) or any(grown_loss("", rounds, evaluations))
+
+
+def _lost(rounds: Sequence[RoundLine]) -> list[int]:
+    return [line.round for line in rounds if line.participants and len(line.diverged) >= line.participants]
 
 
 def _named(row: Row) -> str:

@@ -77,7 +77,8 @@ def task_table(task: Task, most: int = 24) -> Sheet:
 
 def task_lines(task: Task) -> list[str]:
     """What is said below the table: the classes in the order of the histogram, the groups, and what to beware of."""
-    lines = [f"{len(task.classes)} classes: {', '.join(task.classes)}"] if len(task.classes) <= 40 else []
+    count = f"{len(task.classes)} {'class' if len(task.classes) == 1 else 'classes'}"
+    lines = [f"{count}: {', '.join(task.classes)}"] if len(task.classes) <= 40 else []
     return [*lines, groups_line(task), *(f"note: {note}" for note in notes(task))]
 
 
