@@ -103,8 +103,12 @@ def published(table: results.Table) -> dict[tuple[str, str], float]:
         where = f", {' '.join(str(value) for value in point.values())}" if point else ""
         pairs = [(method.title, adapter) for method in variant.method for adapter in method.adapters]
         titles = titles_of([Row(method, adapter.title, ()) for method, adapter in pairs])
+        whole = variant.model_dump(by_alias=True)
+        tuned = {**whole, "split": {**whole["split"], "tune": True}}  # what papers say of validation images
         for method, adapter in pairs:
-            for key, number in adapter.published(variant.model_dump(by_alias=True)).items():
+            for number in (n for key, n in adapter.published(tuned).items() if key == "original"):
+                found[row_of(titles[method, adapter.title]), f"val{where}"] = number
+            for key, number in adapter.published(whole).items():
                 column = key.replace("after-local/", "after local ").replace("/unseen", " (unseen)") + where
                 found[row_of(titles[method, adapter.title]), column] = number
     return found
