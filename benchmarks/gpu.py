@@ -93,7 +93,10 @@ def last_line(text: str) -> str:
 def tests() -> str:
     """Methods, adapters and kernels against a CPU."""
     several = ["-n", str(WORKERS)] if importlib.util.find_spec("xdist") else []
-    engines = [f"tests/engines/test_{name}.py" for name in ("convolutions", "kernels", "maps", "normalisation")]
+    engines = [
+        f"tests/engines/test_{name}.py"
+        for name in ("convolutions", "kernels", "kernel_orders", "maps", "normalisation")
+    ]
     said = carried_out(
         [
             sys.executable,

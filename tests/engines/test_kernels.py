@@ -37,6 +37,7 @@ from tests.engines.test_convolutions import SHAPES
 from tests.engines.test_maps import WINDOWS
 
 ROOT = Path(__file__).parent.parent.parent
+FILES = [__file__, str(Path(__file__).with_name("test_kernel_orders.py"))]
 LOWEST = (3, 7)  # older interpreters cannot read the arrays of NumPy 2.4
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 HAS_GPU = torch.cuda.is_available() and trilinear.works(torch.device("cuda"))
@@ -65,7 +66,7 @@ def test_everything_below_in_tritons_interpreter() -> None:
     """In a process of its own: Triton looks at the variable when kernels are defined, and nobody else should see it."""
     others = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment = {**others, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *FILES]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped" not in done.stdout.splitlines()[-1]
@@ -120,7 +121,9 @@ def test_convolutions_of_one_client_and_of_several(
     check_convolution(clients, count, Geometry(image, (3, 3), (1, 1), (1, 1)), channels, out)
 
 
-def check_convolution(clients: int, count: int, geometry: Geometry, channels: int, out: int) -> None:
+def check_convolution(
+    clients: int, count: int, geometry: Geometry, channels: int, out: int, lay: Callable[[Tensor], Tensor] = lent
+) -> None:
     from fedshift.engines.cuda.kernels import MAKERS
 
     generator = torch.Generator().manual_seed(0)
@@ -130,7 +133,8 @@ def check_convolution(clients: int, count: int, geometry: Geometry, channels: in
         Role.OUTPUTS: (clients, count, out, *geometry.positions),
     }
     given = {role: torch.randn(shape, dtype=torch.double, generator=generator) for role, shape in shapes.items()}
-    rounded = {role: lent(tensor.float()) for role, tensor in given.items()}
+    rounded = {role: lay(tensor.float()) for role, tensor in given.items()}
+    given = {role: tensor.cpu().double() for role, tensor in rounded.items()}
     for role, make in MAKERS.items():
         expected, found = trilinear.BY_GROUPS[role](given, geometry), make(rounded, geometry)
         assert away(found, expected) < (1e-3 if HAS_GPU else 1e-5)
