@@ -113,7 +113,8 @@ def _descended(
 ) -> tuple[Tensor, Tensor | None]:
     """One pass where clients are stacked and nobody differentiates the step."""
     stack, times = transforms()
-    if stack == 1 or times or (torch.is_grad_enabled() and (leaf.requires_grad or grad.requires_grad)):
+    backward = times > 0 or (torch.is_grad_enabled() and (leaf.requires_grad or grad.requires_grad))
+    if backward or not 1 < stack <= MOST_STACKED:
         return descended(leaf, grad, velocity, rate, momentum, decay)
     rates = rate if isinstance(rate, Tensor) else leaf.new_full((), rate)
     return maps.descended(leaf, grad, velocity, rates, momentum, decay)
