@@ -1,6 +1,6 @@
 """Where the time of a training round goes: the operations or GPU kernels that take most of it.
 
-    python benchmarks/kernels.py pacs-personal FedAvg -c data.size=128 -c train.local-steps=20 -c 'precision="fast"'
+    python benchmarks/kernels.py pacs-personal FedAvg -c data.size=128 -c train.local-steps=20 -c precision=tf32
 
 Two rounds warm up (and capture graphs), the third is profiled. What it prints: seconds of the round with and without the
 profiler, the share of it in which kernels ran, FLOP/s by the cost ledger's count, and the longest kernels.

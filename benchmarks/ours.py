@@ -6,9 +6,10 @@
     python benchmarks/ours.py office-domain --only ours FedICON                       some of a part's methods
     python benchmarks/ours.py choose-images --seeds 10 --tune                         validation in place of test images
 
-Every part has a number of seconds after which it is given up, so that the next one has its turn; what was scored until then
-counts. ``$OUT/ours-PART.json`` has every seed's number; ``python docs/generate.py --results $OUT`` takes it into the
-repository, where the pages of the five systems show it. Rounds are the last ones: nothing is chosen on the way.
+Every part has a number of seconds after which it is ended, so that the next one has its turn; rows that are finished count,
+and with ``--runs DIR`` the same command goes on with the others. ``$OUT/ours-PART.json`` has every seed's number and is
+written every minute; ``python docs/generate.py --results $OUT`` takes it into the repository, where the pages of the five
+systems show it. Rounds are the last ones: nothing is chosen on the way.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ import argparse
 import math
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from docs.builder.ours import our_summary
 from docs.builder.summaries import as_json
 
+from benchmarks.reproduce import RUNNING, Ended, clock_of, spent_before, within
 from fedshift import Experiment, run
 from fedshift.runs.open import open_run
 
@@ -247,48 +248,55 @@ def tell(rows: dict[str, dict[str, list[float]]]) -> None:
         print(f"  {row_name:34s} {seeds} seeds: {', '.join(cells)}".replace(" (clients)", ""))
 
 
+def written(
+    part: str, asked: argparse.Namespace, told: str, runs: Path, out: Path, before: float, ended: Ended
+) -> None:
+    """A part's summary, into its file; the time is that of all sittings, and is kept beside the runs for the next one."""
+    seeds, seconds = numbers(asked.seeds), before + ended.seconds
+    experiment = experiment_of(part, seeds, asked.rounds, asked.tune, asked.only)
+    clock_of(runs).write_text(f"{seconds:.0f}")
+    rows = collect(runs, points_of(experiment))
+    summary = our_summary(
+        part, told, seeds=seeds, rounds=experiment.rounds, seconds=seconds, ended=ended.how, rows=rows
+    )
+    kind = "trial" if asked.tune or asked.rounds else "ours"  # no page takes what was tuned or shortened
+    (out / f"{kind}-{part}.json").write_text(as_json(summary), encoding="utf-8")
+    if ended.how != RUNNING:
+        print(f"{part}: seeds {asked.seeds}, {ended.seconds:.0f} s{ended.how and ', ' + ended.how}", flush=True)
+        tell(rows)
+
+
+def numbers(seeds: str) -> list[int]:
+    """Of seeds with commas."""
+    return [int(seed) for seed in seeds.split(",")]
+
+
 def main() -> None:
     """Each part in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=list(PARTS))
     parser.add_argument("--seeds", default=SEEDS, help="with commas; seeds of one part share a GPU")
     parser.add_argument("--rounds", type=int, help="in place of the part's own")
-    parser.add_argument("--seconds", type=int, default=600, help="after which a part is given up")
+    parser.add_argument("--seconds", type=float, default=600, help="after which a part is ended")
+    parser.add_argument("--runs", type=Path, help="where run folders go, and go on; left out: a temporary folder")
     parser.add_argument("--tune", action="store_true", help="validation images in place of test images")
     parser.add_argument("--only", nargs="+", default=[], metavar="LABEL", help="some of a part's methods")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # of a part's own process
     asked = parser.parse_args()
-    seeds = [int(seed) for seed in asked.seeds.split(",")]
     if asked.into:
-        run(experiment_of(asked.parts[0], seeds, asked.rounds, asked.tune, asked.only), asked.into, processes=1)
+        experiment = experiment_of(asked.parts[0], numbers(asked.seeds), asked.rounds, asked.tune, asked.only)
+        run(experiment, asked.into, processes=1, resume=True)
         return
-    out = Path(os.environ.get("OUT") or tempfile.mkdtemp())
+    out, base = Path(os.environ.get("OUT") or tempfile.mkdtemp()), asked.runs or Path(tempfile.mkdtemp())
     for part in asked.parts:
-        runs, started = Path(tempfile.mkdtemp()), time.perf_counter()
         own = ["--tune"] * asked.tune + (["--rounds", str(asked.rounds)] if asked.rounds else [])
         own += ["--only", *asked.only] if asked.only else []
-        command = [sys.executable, __file__, part, "--seeds", asked.seeds, "--into", str(runs), *own]
-        log = runs / "log"
-        ended = ""
-        try:
-            with log.open("w") as file:
-                subprocess.run(command, stdout=file, stderr=file, timeout=asked.seconds, check=True)
-        except subprocess.TimeoutExpired:
-            ended = "given up"
-        except subprocess.CalledProcessError:
-            ended = "failed"
-            print("\n".join(log.read_text().splitlines()[-15:]))
-        seconds = time.perf_counter() - started
-        print(f"{part}: seeds {asked.seeds}, {seconds:.0f} s{', ' + ended if ended else ''}")
-        experiment = experiment_of(part, seeds, asked.rounds, asked.tune, asked.only)
-        rows = collect(runs, points_of(experiment))
-        tell(rows)
         told = shlex.join([part, *own, *([] if asked.seeds == SEEDS else ["--seeds", asked.seeds])])
-        summary = our_summary(
-            part, told, seeds=seeds, rounds=experiment.rounds, seconds=seconds, ended=ended, rows=rows
-        )
-        kind = "trial" if asked.tune or asked.rounds else "ours"  # no page takes what was tuned or shortened
-        (out / f"{kind}-{part}.json").write_text(as_json(summary), encoding="utf-8")
+        runs = base / part
+        runs.mkdir(parents=True, exist_ok=True)
+        look = partial(written, part, asked, told, runs, out, spent_before(runs))
+        command = [sys.executable, __file__, part, "--seeds", asked.seeds, "--into", str(runs), *own]
+        look(within(asked.seconds, command, runs.with_name(f"{part}.log"), look))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@
     python benchmarks/reproduce.py brfl -c scale=small -c rounds=2 --seeds 0 --device cpu
 
 Seeds of a row are stacked. A table that does not fit into the time is ended where it is: the rows that are finished count,
-the others are listed as not run. ``DIR/NAME.json`` is the summary of a table, written as soon as it is over;
-``python docs/generate.py --results DIR`` takes them into the repository. Rows run in order of value: the paper's own first.
+the others are listed as not run, and with ``--runs`` the same command goes on with them. ``DIR/NAME.json`` is the summary of
+a table, written every minute, and the only file of a table in DIR; ``python docs/generate.py --results DIR`` takes them into
+the repository. Rows run in order of value: the paper's own first.
 Images come from ``$FEDSHIFT_DATA``; nothing is downloaded.
 """
 
@@ -38,6 +39,8 @@ LIGHT = ("evaluate.artefacts=false", "evaluate.predictions=false", "evaluate.adv
 GRACE = 10  # seconds that a table needs at least, or it is not begun
 PATIENCE = 8  # seconds until a process that was asked to end is made to
 LOOK = 60  # seconds after which the summary of a table that still runs is written anew
+TAIL = 20  # lines of the log of one that failed
+RUNNING = "still running"
 
 
 def experiment_of(table: Table, seeds: Sequence[int], changes: Sequence[str]) -> Experiment:
@@ -78,11 +81,11 @@ def within(seconds: float, command: Sequence[str], log: Path, look: Callable[[En
         while spent < seconds:
             try:
                 code = process.wait(timeout=min(LOOK, seconds - spent))
-                how = "" if code == 0 else "failed: " + " ".join(log.read_text(errors="replace").splitlines()[-3:])
+                how = "" if code == 0 else _failure(log.read_text(errors="replace").splitlines())
                 return Ended(time.perf_counter() - started, how)
             except subprocess.TimeoutExpired:
                 spent = time.perf_counter() - started
-                look(Ended(spent, "still running"))
+                look(Ended(spent, RUNNING))
         for blow in (signal.SIGINT, signal.SIGKILL):  # first as a user would, so that it can tidy up behind itself
             try:
                 os.killpg(process.pid, blow)
@@ -91,6 +94,12 @@ def within(seconds: float, command: Sequence[str], log: Path, look: Callable[[En
             except subprocess.TimeoutExpired:
                 continue
     return Ended(time.perf_counter() - started, "the time was over")
+
+
+def _failure(lines: Sequence[str]) -> str:
+    """The end of the log is shown: the log itself stays on its machine."""
+    print("\n".join(lines[-TAIL:]), flush=True)
+    return "failed: " + " ".join(lines[-3:])
 
 
 def finished(runs: Path) -> list[Path]:
@@ -163,7 +172,7 @@ def main() -> None:
         (runs / name).mkdir(parents=True, exist_ok=True)
         most = min(left, 60 * asked.most) if asked.most else left
         look = partial(written, tables[name], asked, runs / name, spent_before(runs / name))
-        ended = within(most, [sys.executable, __file__, *own], asked.out / f"{name}.log", look)
+        ended = within(most, [sys.executable, __file__, *own], runs / f"{name}.log", look)
         summary = look(ended)
         missing = f", not run: {', '.join(summary['not-run'])}" if summary["not-run"] else ""
         print(f"{name}: {ended.seconds:.0f} s{ended.how and ', ' + ended.how}{missing}", flush=True)

@@ -6,10 +6,12 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from benchmarks import reproduce
+from benchmarks import ours, reproduce
 from docs.builder import results, summaries
 from docs.builder.ours import our_summary
 from docs.builder.summaries import as_json, commit, take
@@ -143,6 +145,35 @@ def test_the_time_of_an_interrupted_table_is_that_of_all_its_sittings(tmp_path: 
     before = reproduce.spent_before(runs)
     assert reproduce.written(TABLES["brfl-0.1"], asked, runs, before, reproduce.Ended(30.0))["seconds"] == 150
     assert reproduce.spent_before(runs.with_name("brfl-1.0")) == 0.0
+
+
+def test_a_part_of_ours_is_on_disk_before_it_is_over_and_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever lends a machine for ten minutes ends everything then."""
+    asked: list[list[str]] = []
+    found = {"ours / ours": {"original (unseen) (clients)": [50.0]}}
+
+    def interrupted(seconds: float, command: list[str], log: Path, look: Callable[[reproduce.Ended], object]) -> Any:
+        asked.append(command)
+        assert log.parent == tmp_path / "runs"
+        assert seconds == 90.0
+        look(reproduce.Ended(60.0, reproduce.RUNNING))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ours, "within", interrupted)
+    monkeypatch.setattr(ours, "collect", lambda *_: found)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    more = ["--seeds", "7", "--seconds", "90", "--runs", str(tmp_path / "runs")]
+    monkeypatch.setattr(sys, "argv", ["ours.py", "unseen-digits", "--only", "ours", *more])
+    for seconds in (60, 120):
+        with pytest.raises(KeyboardInterrupt):
+            ours.main()
+        (made,) = json.loads((tmp_path / "ours-unseen-digits.json").read_text())["made"]
+        assert (made["ended"], made["seconds"]) == (reproduce.RUNNING, seconds)
+        assert made["command"] == "python benchmarks/ours.py unseen-digits --only ours --seeds 7"
+    assert asked[0] == asked[1]
+    assert asked[0][asked[0].index("--into") + 1] == str(tmp_path / "runs" / "unseen-digits")
 
 
 @pytest.mark.system

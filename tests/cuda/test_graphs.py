@@ -42,13 +42,15 @@ def taken(graphs: Graphs, step: object, times: int) -> Tree:
 
 def test_a_replayed_step_says_what_it_says_beside_its_state() -> None:
     def saying(state: Tree, batch: Mapping[str, Tensor]) -> Tree:
-        return {**added(state, batch), "said": {"sum": state["model"]["w"].sum()}}
+        w = state["model"]["w"]
+        return {**added(state, batch), "said": {"sum": w.sum(), "was": w, "one": w[:1].expand(3)}}
 
     graphs = Graphs()
     state, batch, heard = there(START), there({"": ONE})[""], []
     for _ in range(2 * WARM_UP):
         result = graphs.step("group", 4, saying, state, batch, False)
         heard.append(float(result["said"]["sum"]))
+        assert all(4 * float(result["said"][name][0]) == heard[-1] for name in ("was", "one"))  # not what came after
         state = {"model": result["model"]}
     assert graphs.captured == 1
     assert heard == [4.0 * number for number in range(1, 2 * WARM_UP + 1)]

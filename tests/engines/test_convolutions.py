@@ -162,6 +162,23 @@ def test_few_places_and_huge_batches_are_not_for_kernels_of_our_own() -> None:
     kernels, same = (32, 32, 5, 5), ((1, 1), (2, 2))
     assert fastest(5, (8, 32, 4, 4), kernels, *same, ours=True) == "patches"
     assert fastest(5, (1024, 32, 224, 224), kernels, *same, ours=True) == "groups"  # more numbers than they can count
+    assert fastest((1 << 16) - 1, (32, 32, 64, 64), kernels, *same, ours=True) == "implicit"
+    assert fastest(1 << 16, (32, 32, 64, 64), kernels, *same, ours=True) == "groups"  # more layers than grids have
+
+
+@pytest.mark.parametrize("stack", [100, 65_535])
+@pytest.mark.parametrize(("side", "size", "padding"), [(64, 3, 1), (8, 5, 0), (6, 5, 0), (224, 7, 3), (32, 5, 4)])
+def test_whatever_kernels_of_our_own_take_they_can_count(side: int, size: int, padding: int, stack: int) -> None:
+    """A client's numbers in 32 bits, on the way there and back; only clients are counted in 64."""
+    channels, kernels = 64, (64, 64, size, size)
+
+    def taken(count: int) -> bool:
+        images = (count, channels, side, side)
+        return fastest(stack, images, kernels, (1, 1), (padding, padding), ours=True) == "implicit"
+
+    most = max(count for bit in range(30) if taken(count := (1 << bit) - 1))
+    for frame in (side + 2 * padding, side + size - 1):
+        assert most * frame * frame * channels < 1 << 31
 
 
 def test_large_strides_become_channels_where_kernels_of_our_own_like_them() -> None:

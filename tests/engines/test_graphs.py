@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedshift.core.tree import Tree, map_tree
-from fedshift.engines.cuda.graphs import copy_into
+from fedshift.engines.cuda.graphs import copy_into, settled
 
 
 def start() -> Tree:
@@ -43,3 +43,17 @@ def test_a_row_of_a_table_is_read_before_the_table_is_written() -> None:
     copy_into(places, moved)
     assert places["s"]["last"].tolist() == [4.0, 5.0]
     assert places["s"]["table"][0].tolist() == [10.0, 11.0]
+
+
+@pytest.mark.parametrize("view", [lambda w: w, lambda w: w[0], lambda w: w[:1, :1].expand(4, 3)])
+def test_what_a_step_says_is_not_overwritten_by_the_state_it_moves(
+    view: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """An adapter may tell a number as it was before its step."""
+    state = start()
+    expected = view(start()["model"]["a"])
+    moved = {name: leaf + 1 for name, leaf in state["model"].items()}
+    said = settled({"model": moved, "said": {"was": view(state["model"]["a"])}}, state)
+    assert torch.equal(said["said"]["was"], expected)
+    assert torch.equal(state["model"]["a"], start()["model"]["a"] + 1)
+    assert list(said) == ["said"]

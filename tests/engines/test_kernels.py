@@ -36,13 +36,22 @@ from fedshift.engines.cuda.geometry import Geometry, Role
 from tests.engines.test_convolutions import SHAPES
 from tests.engines.test_maps import WINDOWS
 
-ROOT = Path(__file__).parent.parent.parent
+OWN = Path(__file__).parent
+ROOT = OWN.parent.parent
+FILES = ("test_kernels.py", "test_kernel_orders.py")
 LOWEST = (3, 7)  # older interpreters cannot read the arrays of NumPy 2.4
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 HAS_GPU = torch.cuda.is_available() and trilinear.works(torch.device("cuda"))
 HERE = torch.device("cuda" if HAS_GPU else "cpu")
 needs_kernels = pytest.mark.skipif(not (INTERPRETED or HAS_GPU), reason="needs a GPU, or Triton and TRITON_INTERPRET=1")
-needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs Triton and TRITON_INTERPRET=1")
+
+
+def needs_interpreter(test: Callable[..., None]) -> Callable[..., None]:
+    """Kernels run on a CPU there, which a GPU has no use of."""
+    skipped = pytest.mark.skipif(not INTERPRETED, reason="needs Triton and TRITON_INTERPRET=1")
+    marked: Callable[..., None] = pytest.mark.interpreter(skipped(test))
+    return marked
+
 
 FENCE = 64  # numbers before and behind a tensor, so many that its address is as even as that of a new one
 HELPERS = {"_first", "_output"}  # which kernels call, and nobody launches
@@ -60,12 +69,14 @@ def missing() -> str:
 
 
 @pytest.mark.system
+@pytest.mark.interpreter
 @pytest.mark.skipif(bool(missing()), reason=missing())
-def test_everything_below_in_tritons_interpreter() -> None:
+@pytest.mark.parametrize("file", FILES)
+def test_every_kernel_in_tritons_interpreter(file: str) -> None:
     """In a process of its own: Triton looks at the variable when kernels are defined, and nobody else should see it."""
     others = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment = {**others, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(OWN / file)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped" not in done.stdout.splitlines()[-1]
@@ -120,7 +131,9 @@ def test_convolutions_of_one_client_and_of_several(
     check_convolution(clients, count, Geometry(image, (3, 3), (1, 1), (1, 1)), channels, out)
 
 
-def check_convolution(clients: int, count: int, geometry: Geometry, channels: int, out: int) -> None:
+def check_convolution(
+    clients: int, count: int, geometry: Geometry, channels: int, out: int, lay: Callable[[Tensor], Tensor] = lent
+) -> None:
     from fedshift.engines.cuda.kernels import MAKERS
 
     generator = torch.Generator().manual_seed(0)
@@ -130,7 +143,8 @@ def check_convolution(clients: int, count: int, geometry: Geometry, channels: in
         Role.OUTPUTS: (clients, count, out, *geometry.positions),
     }
     given = {role: torch.randn(shape, dtype=torch.double, generator=generator) for role, shape in shapes.items()}
-    rounded = {role: lent(tensor.float()) for role, tensor in given.items()}
+    rounded = {role: lay(tensor.float()) for role, tensor in given.items()}
+    given = {role: tensor.cpu().double() for role, tensor in rounded.items()}
     for role, make in MAKERS.items():
         expected, found = trilinear.BY_GROUPS[role](given, geometry), make(rounded, geometry)
         assert away(found, expected) < (1e-3 if HAS_GPU else 1e-5)

@@ -82,6 +82,15 @@ def test_stacked_steps_are_those_of_every_client(momentum: float, monkeypatch: p
     torch.testing.assert_close(alone[0]["w"], expected[0]["w"][0])
 
 
+def test_steps_of_more_clients_than_a_grid_has_layers_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule, tensors = SGD(lr=0.5), {"w": torch.randn(4, 3, 2)}
+    monkeypatch.setattr(convolutions, "MOST_STACKED", 3)
+    monkeypatch.setattr(maps, "descended", None)
+    with StackedConvolutions():
+        found = vmap(lambda w: rule.update(w, w, {}, 1.0))(tensors)
+    torch.testing.assert_close(found, vmap(lambda w: rule.update(w, w, {}, 1.0))(tensors))
+
+
 def test_how_many_are_stacked_and_differentiated() -> None:
     found: list[tuple[int, int]] = []
 

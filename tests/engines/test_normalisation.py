@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, vmap
 
-from fedshift.engines.cuda import normalisation
+from fedshift.engines.cuda import convolutions, normalisation
 from fedshift.engines.cuda.convolutions import StackedNormalisation
 
 SHAPES = [(4, 5, 3, 7, 6), (3, 9, 4), (2, 2, 5, 1, 1)]
@@ -60,3 +60,13 @@ def test_steps_through_steps_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None
     expected = vmap(grad(outer))(x, weight)
     with StackedNormalisation():
         torch.testing.assert_close(vmap(grad(outer))(x, weight), expected)
+
+
+def test_more_numbers_than_kernels_can_count_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(normalisation, "suits", lambda _: True)
+    monkeypatch.setattr(normalisation, "batch_norm", None)
+    monkeypatch.setattr(convolutions, "ADDRESSABLE", 2 * 3 * 5)
+    x = torch.randn(4, 2, 3, 5)
+    with StackedNormalisation():
+        found = vmap(lambda x: F.batch_norm(x, None, None, training=True))(x)
+    torch.testing.assert_close(found, vmap(lambda x: F.batch_norm(x, None, None, training=True))(x))

@@ -14,7 +14,7 @@ import torch
 
 from fedshift.engines import ray as engines_ray
 from fedshift.engines.base import Compute
-from fedshift.engines.ray_worker import Answer
+from fedshift.engines.ray_worker import Answer, versions
 from fedshift.errors import UserError
 
 
@@ -40,7 +40,8 @@ class Ref:
 class Actor:
     def __init__(self, number: int) -> None:
         self.number, self.lost, self.why = number, False, RayError()
-        self.ready = SimpleNamespace(remote=lambda: Ref(self, lambda: True, True))
+        self.made_of: object = versions()
+        self.ready = SimpleNamespace(remote=lambda: Ref(self, lambda: self.made_of, True))
         self.work = SimpleNamespace(remote=lambda piece: Ref(self, lambda: Answer((self.number, *piece), 0, ()), False))
 
 
@@ -148,6 +149,32 @@ def test_a_worker_that_cannot_be_made_says_why(started: Any) -> None:
     why = ActorDiedError(f"{told}ModuleNotFoundError: No module named 'fedshift'\n")
     fake.made[0].lost, fake.made[0].why = True, why
     with pytest.raises(UserError, match=r"cannot start: ModuleNotFoundError: No module named 'fedshift'$"):
+        done(engine, "a")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "sentence"),
+    [
+        ("fedshift 0.1.9, torch 2.11.0", "has fedshift 0.1.9, torch 2.11.0, and here is"),
+        (True, "has another version of"),
+    ],
+)
+def test_a_node_with_another_version_is_refused(theirs: object, sentence: str, started: Any) -> None:
+    """Its clients would end with other numbers, and nobody would know."""
+    engine, fake = started(2)
+    engine._fill()
+    fake.made[1].made_of = theirs
+    with pytest.raises(UserError, match=sentence):
+        done(engine, "a", "b", "c")
+    assert fake.made[1].lost
+    assert fake.made[1] not in engine._idle
+
+
+@pytest.mark.parametrize(("device", "kind"), [("cpu", "CPU"), ("cuda", "GPU")])
+def test_a_cluster_without_what_a_worker_holds_says_so(device: str, kind: str, started: Any) -> None:
+    """A head may take no work, and a program that has a GPU may join nodes that have none."""
+    engine, _ = started(0, device)
+    with pytest.raises(UserError, match=f"has no {kind} for a worker"):
         done(engine, "a")
 
 

@@ -26,7 +26,7 @@ from fedshift.engines.base import Compute, Reply, Score
 from fedshift.engines.cores import usable_cores
 from fedshift.engines.dealing import PIECES_PER_WORKER, apart, common_of, pieces_of
 from fedshift.engines.pulse import beat
-from fedshift.engines.ray_worker import Answer, Known, Shipped, Worker, arrays_of, boxed
+from fedshift.engines.ray_worker import Answer, Known, Shipped, Worker, arrays_of, boxed, versions
 from fedshift.engines.schedule import Plan
 from fedshift.engines.scratch import Scratch
 from fedshift.engines.stopping import stop_now, unbroken
@@ -70,10 +70,14 @@ class Ray:
         self._said: set[str] = set()
 
     @property
+    def _kind(self) -> str:
+        """What a worker holds."""
+        return "GPU" if self.compute.device.type == "cuda" else "CPU"
+
+    @property
     def workers(self) -> int:
         """How many the cluster has room for now."""
-        kind = "GPU" if self.compute.device.type == "cuda" else "CPU"
-        room = int(self._ray.cluster_resources().get(kind, 0))
+        room = int(self._ray.cluster_resources().get(self._kind, 0))
         return room if self._most is None else min(room, self._most)
 
     def train(
@@ -211,7 +215,7 @@ class Ray:
 
     def _next(self, refs: list[Any], busy: bool) -> list[Any]:
         if not refs:
-            raise UserError("no worker of Ray's cluster is left")
+            raise UserError(f"Ray's cluster has no {self._kind} for a worker; let a node join that has one")
         ready, waited = list[Any](), 0.0
         while not ready and waited < PATIENCE:
             ready, _ = self._ray.wait(refs, timeout=PAUSE)
@@ -224,12 +228,17 @@ class Ray:
     def _greet(self, ref: Any) -> None:
         actor, free = self._starting.pop(ref)
         try:
-            self._ray.get(ref)
-            self._idle += [actor] * free
+            found = self._ray.get(ref)
         except self._ray.exceptions.RayError as error:  # its node went before it came, unless it cannot be made at all
             if getattr(error, "actor_init_failed", False):
                 reason = str(error).strip().splitlines()[-1]
                 raise UserError(f"a worker of Ray's cluster cannot start: {reason}") from None
+            return
+        if found != versions():
+            theirs = found if isinstance(found, str) else "another version of fedshift"  # before 0.2 none was told
+            self._ray.kill(actor)
+            raise UserError(f"a node of Ray's cluster has {theirs}, and here is {versions()}: install the same on all")
+        self._idle += [actor] * free
 
     def _pass_on(self, warned: Sequence[str]) -> None:
         """What workers warn of, once, whoever of them says it."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+import fedshift
 from fedshift.core.tree import Tree, map_tree, unstack
 from fedshift.data.task import Task
 from fedshift.engines import shipping
@@ -233,6 +234,15 @@ def _answered(work: Callable[[], Any]) -> Answer:
     return Answer(found, sum(beats), tuple(dict.fromkeys(str(one.message) for one in caught)))
 
 
+def versions() -> str:
+    """What must be the same on every node, or numbers are not.
+
+    >>> versions().split(", ")[0].startswith("fedshift ")
+    True
+    """
+    return f"fedshift {fedshift.__version__}, torch {torch.__version__.partition('+')[0]}"
+
+
 def _follow_parent() -> None:
     """End when the node's own process has ended: a worker whose cluster was killed would wait for ever."""
     parent = os.getppid()
@@ -257,9 +267,9 @@ class Worker:
         self._known = Known()
         self._outbox = Outbox(pinned=compute.device.type == "cuda")
 
-    def ready(self) -> bool:
-        """That it is there."""
-        return True
+    def ready(self) -> str:
+        """That it is there, and what it is made of."""
+        return versions()
 
     def train(
         self,

@@ -33,6 +33,7 @@ CHANNELS = 16  # kernels of our own like channels in multiples of this, but for 
 PICTURES = 4  # channels that pictures have at most
 PICTURE_PATCH = 150  # numbers in a patch of a picture up to which they are faster
 ADDRESSABLE = 1 << 30  # numbers of a client's batch that they can count
+MOST_STACKED = (1 << 16) - 1  # clients: layers of a grid
 
 
 class StackedNormalisation(TorchFunctionMode):
@@ -112,7 +113,8 @@ def _descended(
 ) -> tuple[Tensor, Tensor | None]:
     """One pass where clients are stacked and nobody differentiates the step."""
     stack, times = transforms()
-    if stack == 1 or times or (torch.is_grad_enabled() and (leaf.requires_grad or grad.requires_grad)):
+    backward = times > 0 or (torch.is_grad_enabled() and (leaf.requires_grad or grad.requires_grad))
+    if backward or not 1 < stack <= MOST_STACKED:
         return descended(leaf, grad, velocity, rate, momentum, decay)
     rates = rate if isinstance(rate, Tensor) else leaf.new_full((), rate)
     return maps.descended(leaf, grad, velocity, rates, momentum, decay)
@@ -177,7 +179,8 @@ def _normalised(
     """
     own = training or running_mean is None or running_var is None
     stack, times = transforms()
-    if own and stack > 1 and times <= 1 and input.numel() > input.shape[1] and normalisation.suits(input):
+    countable = input.shape[1] < input.numel() < ADDRESSABLE  # at least two of a channel
+    if own and stack > 1 and times <= 1 and countable and normalisation.suits(input):
         return _by_own_statistics(input, running_mean, running_var, weight, bias, momentum, eps)
     try:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
@@ -234,8 +237,9 @@ def fastest(stack: int, images: Shape, kernels: Shape, stride: Pair, padding: Pa
     """
     geometry = Geometry(images[2:], kernels[2:], stride, padding)
     spots, patch = math.prod(geometry.positions), math.prod(kernels[1:])
-    largest = images[0] * max(images[1], kernels[0]) * math.prod(geometry.frame)
-    ours = ours and stack > 1 and largest < ADDRESSABLE
+    back = (side + reach - 1 for side, reach in zip(geometry.image, geometry.size, strict=True))
+    largest = images[0] * max(images[1], kernels[0]) * max(math.prod(geometry.frame), math.prod(back))
+    ours = ours and 1 < stack <= MOST_STACKED and largest < ADDRESSABLE
     if ours and folding_pays(kernels, stride) and spots > FEW_POSITIONS:
         return "folded"
     ours = ours and implicit_pays(kernels, stride)

@@ -105,11 +105,9 @@ class Graphs:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with _capturing(graph, self._pool):
-            result = step(static, inputs)
-            moved = {slot: leaves for slot, leaves in result.items() if slot in static}
-            copy_into(static, moved)
+            said = settled(step(static, inputs), static)
         self._graphs[key] = graph
-        self._said[key] = {slot: leaves for slot, leaves in result.items() if slot not in static}
+        self._said[key] = said
 
 
 def wants_memory(error: BaseException | None) -> bool:
@@ -165,15 +163,35 @@ def copy_into(target: Tree, source: Tree) -> None:
     """
     if source is target:
         return
-    places = {leaf.untyped_storage().data_ptr() for leaves in target.values() for leaf in leaves.values()}
+    places = _memory(target)
     pairs = [(target[slot][name], leaf) for slot, leaves in source.items() for name, leaf in leaves.items()]
-    changed = [
-        (place, leaf.clone() if leaf.untyped_storage().data_ptr() in places else leaf)
-        for place, leaf in pairs
-        if not _same(place, leaf)
-    ]
+    changed = [(place, _outside(leaf, places)) for place, leaf in pairs if not _same(place, leaf)]
     if changed:  # in few launches: states have many small tensors
         torch._foreach_copy_([place for place, _ in changed], [leaf for _, leaf in changed])
+
+
+def settled(result: Tree, state: Tree) -> Tree:
+    """Put the state that a step moved into its places; what the step says beside it is of before, also where it lay there.
+
+    >>> state = {"model": {"w": torch.ones(2)}}
+    >>> said = settled({"model": {"w": torch.zeros(2)}, "said": {"was": state["model"]["w"]}}, state)
+    >>> state["model"]["w"], said
+    (tensor([0., 0.]), {'said': {'was': tensor([1., 1.])}})
+    """
+    places = _memory(state)
+    beside = {slot: leaves for slot, leaves in result.items() if slot not in state}
+    said = map_tree(lambda leaf: _outside(leaf, places), beside)
+    copy_into(state, {slot: leaves for slot, leaves in result.items() if slot in state})
+    return said
+
+
+def _memory(tree: Tree) -> set[int]:
+    return {leaf.untyped_storage().data_ptr() for leaves in tree.values() for leaf in leaves.values()}
+
+
+def _outside(leaf: Tensor, places: set[int]) -> Tensor:
+    """The leaf, or a copy of it if it lies in these places."""
+    return leaf.clone() if leaf.untyped_storage().data_ptr() in places else leaf
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
