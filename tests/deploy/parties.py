@@ -68,7 +68,7 @@ class InProcess:
 
     @staticmethod
     def of(folder: Path, method: str, rounds: int = 2, **more: Any) -> InProcess:
-        terms = {key: more.pop(key) for key in ("least", "attempts") if key in more}
+        terms = {key: more.pop(key) for key in ("least", "attempts", "norm_factor") if key in more}
         task = more.pop("task", None) or whole_task()
         model = {"name": "cnn", "width": 2, "hidden": 6, "norm": more.pop("norm", False)}
         options = {"name": method, **more.pop("options", {})}

@@ -45,8 +45,11 @@ def last_of(folder: RunFolder) -> Any:
 def test_it_ends_where_a_simulation_ends(tmp_path: Path, privacy: dict[str, Any]) -> None:
     own = federation(tmp_path / "f", privacy)
     folder, _ = own.run()
-    _, simulated = own.simulated()
+    session, simulated = own.simulated()
     assert gap(simulated.server, last_of(folder).server) <= 1e-6
+    _, report = session.step(session.start())
+    line = folder.history().rounds[0]
+    assert (line.bytes_up, line.bytes_down) == (report.bytes_up, report.bytes_down)
     if "compress" in privacy:  # what could not be said waits at the parties
         found = own.locals(last_of(folder))
         assert all(gap(tree, found[name]) <= 1e-6 for name, tree in simulated.locals.items())
@@ -84,6 +87,24 @@ def test_the_server_sees_no_upload_no_loss_no_size_and_no_counts(
     assert first.bytes * 3 == sent
     mine = [p.tree for p in heard if p.facts.get("client") == "client-0" and p.kind not in ("hello", "evaluate")]
     assert first.tensors == {key: entry for tree in mine for key, entry in entries(tree).items()}
+
+
+@pytest.mark.parametrize("compress", ["none", "top-k", "int8"])
+@pytest.mark.usefixtures("uncounted")
+def test_the_ledger_has_the_bytes_of_the_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compress: str
+) -> None:
+    import fedshift.deploy.flower as flower
+
+    heard: list[Packet] = []
+    read = flower.from_records
+    monkeypatch.setattr(flower, "from_records", lambda records: heard.append(read(records)) or heard[-1])
+    own = federation(tmp_path / "f", {"clip": 50.0, "compress": compress}, rounds=1)
+    folder, _ = own.run()
+    sent = [
+        leaf for packet in heard if packet.kind == "train" for tree in packet.tree.values() for leaf in tree.values()
+    ]
+    assert folder.history().rounds[0].bytes_up == sum(leaf.numpy().nbytes for leaf in sent) > 0
 
 
 @pytest.mark.parametrize(
@@ -189,6 +210,24 @@ def test_a_round_that_failed_before_its_sum_was_known_costs_nothing(tmp_path: Pa
     own.tamper = None
     folder, _ = own.run(resume=True)
     assert len(folder.history().rounds) == 3
+
+
+@pytest.mark.parametrize("noise", [1e-3, 0.0])
+@pytest.mark.usefixtures("uncounted")
+def test_under_noise_nobodys_update_counts_less_because_of_others(tmp_path: Path, noise: float) -> None:
+    """Leaving out who is far longer than the others would let one client decide whether another one is in the sum."""
+    own = federation(tmp_path / "f", {"clip": 1e6, "noise": noise}, rounds=1, norm_factor=2.0)
+
+    def longer(name: str, message: Any, reply: Any) -> Any:
+        if name == "client-1" and message.metadata.message_type == "train.train":
+            packet = from_records(reply)
+            return to_records(replace(packet, tree={"update": {"values": 1e4 * packet.tree["update"]["values"]}}))
+        return reply
+
+    own.tamper = longer
+    folder, notes = own.run()
+    assert folder.history().rounds[0].participants == (3 if noise else 2)
+    assert any("the norm of its update" in note for note in notes) == (not noise)
 
 
 @pytest.mark.usefixtures("uncounted")

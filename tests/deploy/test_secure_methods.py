@@ -235,24 +235,29 @@ def test_another_set_of_survivors_is_not_answered_after_the_first(tmp_path: Path
     assert asked.told == {(0, dealer): {True} for dealer in range(5)}
 
 
-def test_of_two_questions_at_once_one_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("phase", ["mask", "unmask"])
+def test_of_two_questions_at_once_one_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
     """The second one comes after the first has read what it needs and before it has answered."""
     asked = Asked(tmp_path)
     asked.shared()
-    for k in range(5):
+    for k in range(phase == "mask", 5):
         asked.mask(k, [0, 1, 2, 3, 4])
-    read, second = Summand._again, [[0, 1, 2, 3, 4]]
+    ask, read, refused = getattr(asked, phase), Summand._again, list[str]()
 
     def between(self: Summand, aside: Any) -> Any:
         found = read(self, aside)
-        while second:
-            asked.unmask(0, second.pop())
+        if not refused:
+            with pytest.raises(UserError) as said:
+                ask(0, [0, 1, 2, 3])
+            refused.append(str(said.value))
         return found
 
     monkeypatch.setattr(Summand, "_again", between)
+    ask(0, [0, 1, 2, 3, 4])
+    assert len(refused) == 1
     with pytest.raises(UserError, match="nothing to add"):
-        asked.unmask(0, [0, 1, 2, 3])
-    assert asked.told == {(0, dealer): {True} for dealer in range(5)}
+        ask(0, [0, 1, 2, 3])
+    assert asked.told == ({} if phase == "mask" else {(0, dealer): {True} for dealer in range(5)})
 
 
 def test_keys_of_a_round_that_was_begun_anew_open_nothing_of_before(tmp_path: Path) -> None:

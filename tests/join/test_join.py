@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import shutil
+import sys
 import tomllib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -863,3 +864,22 @@ def test_many_classes_are_summed_up(tmp_path: Path) -> None:
     codes = torch.arange(60) % 40
     Console(file=text, width=100).print(classes_table(classification(codes, codes, [f"class {i}" for i in range(40)])))
     assert "10 smaller classes: see report.json" in text.getvalue()
+
+
+def test_a_run_whose_uploads_were_hidden_is_joined_without_what_hid_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever joins trains nobody: sums among parties, and a budget of epsilon, are no business of his."""
+    made = experiment(
+        rounds=1,
+        train={"lr": 0.1, "weights": "uniform"},
+        model={"name": "mlp", "hidden": [12]},
+        method=[{"name": "fedavg"}],
+        privacy={"clip": 1.0, "noise": 4.0, "epsilon": 2.0, "secure": True},
+    )
+    folder = fedshift.run(made, out=tmp_path, engine="sequential").folders[0]
+    monkeypatch.setitem(sys.modules, "opacus.accountants", None)
+    monkeypatch.setattr("fedshift.runs.private.find_spec", lambda _: None)
+    (tmp_path / "images").mkdir()
+    Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8)).save(tmp_path / "images" / "one.png")
+    assert len(join(folder, tmp_path / "images").predictions) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ from fedshift.privacy.accountant import Accountant
 from fedshift.privacy.noise import seeded
 from fedshift.privacy.settings import Privacy
 from fedshift.privacy.upload import UNSENT
-from fedshift.runs.private import told_by
+from fedshift.runs.private import check_counted, told_by
 from fedshift.runs.session import Session
-from fedshift.runs.setup import Setup, make_setup
+from fedshift.runs.setup import Setup, make_setup, placeholder
 from fedshift.runs.uploads import Sent, Uploads
 from fedshift.store.state import State
 from fedshift.store.trees import load, save
@@ -166,8 +167,41 @@ REFUSED = {
 def test_what_would_travel_unprotected_is_refused_in_a_sentence(words: str) -> None:
     made = experiment(**REFUSED[words])
     with pytest.raises(UserError, match=words) as said:
-        make_setup(made, made.method[0], TASK)
+        made_and_counted(made)
     assert str(said.value).count(". ") == 0
+
+
+def made_and_counted(made: Experiment) -> Setup:
+    """As whoever trains does it before he begins."""
+    setup = make_setup(made, made.method[0], TASK)
+    check_counted(setup.privacy, setup.method, made, made.method[0].title)
+    return setup
+
+
+def test_who_cannot_count_finds_out_before_training_and_parties_need_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opacus.accountants", None)
+    made = experiment(privacy={"clip": 1.0, "noise": 2.0625})  # which nobody has counted before
+    with pytest.raises(UserError, match="noise is counted by Opacus: pip install"):
+        made_and_counted(made)
+    budget = experiment(privacy={"clip": 1.0, "noise": 2.0625, "epsilon": 5.0})
+    assert make_setup(budget, budget.method[0], TASK).privacy is not None
+
+
+def test_no_rounds_need_no_budget() -> None:
+    assert made_and_counted(experiment(rounds=0, privacy={"clip": 1.0, "noise": 2.0, "epsilon": 5.0})).privacy
+
+
+@pytest.mark.parametrize("noise", [1e-300, 1e300])
+def test_noise_that_nobody_can_count_is_a_sentence_before_training(noise: float) -> None:
+    with pytest.raises(UserError, match=r"\[privacy\] noise = .* cannot be counted by accountant 'rdp'"):
+        made_and_counted(experiment(privacy={"clip": 1.0, "noise": noise}))
+
+
+@pytest.mark.parametrize("privacy", [{"clip": 1.0, "secure": True}, {"clip": 1.0, "noise": 1.0, "epsilon": 0.01}])
+def test_what_has_been_trained_is_not_asked_for_promises(privacy: dict[str, Any]) -> None:
+    """An unseen client opens a run without its clients; it trains nobody, and needs neither parties nor a budget."""
+    made, nobody = experiment(privacy=privacy), placeholder((1, 8, 8), ["a", "b"])
+    assert make_setup(made, made.method[0], nobody, trains=False).privacy is not None
 
 
 def test_no_sum_of_two_is_ever_learnt() -> None:

@@ -42,3 +42,14 @@ def test_accuracy_against_epsilon_and_bytes(tmp_path: Path) -> None:
     plain = run(Experiment(**TABLE, method=rows[:1]), out=tmp_path, engine="sequential")
     with pytest.raises(UserError, match="no epsilon"):
         price_picture(plain, tmp_path / "nothing.png")
+
+
+def test_noise_that_nobody_was_drawn_for_is_in_the_picture(tmp_path: Path) -> None:
+    """A run of few clients and rounds may end so: its price is epsilon, and no byte went up."""
+    privacy = {"clip": 1.0, "noise": 2.0, "sampling": "poisson"}
+    rows = [{"name": "fedavg", "privacy": privacy}]
+    result = run(Experiment(**TABLE, participation=1e-9, method=rows), out=tmp_path, engine="sequential")
+    (row,) = result.rows
+    assert row.cost["epsilon"] > 0 == row.cost["bytes-up"]
+    price_picture(result, tmp_path / "privacy.png")
+    assert (tmp_path / "privacy.png").is_file()

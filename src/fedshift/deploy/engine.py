@@ -213,6 +213,8 @@ class Remote:
                 self.note(f"{name!r} is left out of round {plan.ctx.round + 1}: {error}")
                 continue
             fine[name] = answer
+        if self.setup.privacy is not None and self.setup.privacy.noise:
+            return fine  # clipping bounds norms, and whose update counts must not depend on how long others' are
         downs = {name: packets[name].tree for name in fine}
         for name, why in absurd({n: p.tree for n, p in fine.items()}, downs, self.terms.factor).items():
             self.note(f"{name!r} is left out of round {plan.ctx.round + 1}: {why}")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fedshift.core.tree import Tree
 from fedshift.errors import UserError
+from fedshift.store.lock import RunLock
 from fedshift.store.trees import load, save
 
 
@@ -69,13 +70,14 @@ class Memory:
         except UserError:
             return {}
 
-    def forget_aside(self) -> bool:
-        """Nobody can open it any more; whether it was there until now, which is true for one of two who ask at once."""
-        try:
-            self._aside.unlink()
-        except FileNotFoundError:
-            return False
-        return True
+    def forget_aside(self) -> None:
+        """Nobody can open it any more."""
+        self._aside.unlink()
+
+    def alone(self) -> RunLock:
+        """Held while something is read, answered and changed: of two processes that are asked at once one refuses."""
+        self._make()
+        return RunLock(self.folder)
 
     def _make(self) -> None:
         self.folder.mkdir(0o700, parents=True, exist_ok=True)  # local states and secrets of sums are its user's alone

@@ -22,6 +22,7 @@ from fedshift.deploy.kit import PARTY
 from fedshift.errors import UserError
 from fedshift.experiment.schema import Experiment
 from fedshift.runs.new_folder import new_folder
+from fedshift.runs.private import check_counted
 from fedshift.runs.setup import make_task
 from fedshift.runs.write_artefacts import folder_name
 from fedshift.store.toml import toml_text
@@ -82,7 +83,8 @@ def init(
             if agreed.public:
                 write_trees(kit / PUBLIC, {"public": {"public": dict(agreed.public)}})
         federation = Federation.load(kits[0])  # what was written can be read, and trained
-        federation.setup(federation.roster({}))
+        setup = federation.setup(federation.roster({}))
+        check_counted(setup.privacy, setup.method, federation.experiment, federation.method.title)
         _write_app(kits[0] / "app")
         if not insecure:
             _write_secrets(place, spec.name, host, {kits[i + 1]: keys[name][0] for i, name in enumerate(parties)}, keys)

@@ -19,7 +19,7 @@ from fedshift.runs.finish import finish
 from fedshift.runs.identity import config_of, experiment_of
 from fedshift.runs.new_folder import new_folder
 from fedshift.runs.plan import Twin, check_unfinished, check_writable
-from fedshift.runs.private import privacy_of
+from fedshift.runs.private import check_counted, privacy_of
 from fedshift.runs.progress import Reporter
 from fedshift.store.folder import CONFIG, DONE, METRICS, SNAPSHOT, RunFolder, read_config
 from fedshift.store.lines import RoundLine, line_of
@@ -30,6 +30,7 @@ def job_of(federation: Federation, sizes: Mapping[str, int], out: Path) -> Serve
     experiment, spec, seed = federation.experiment, federation.method, federation.spec.seed
     task = federation.roster(sizes)
     setup = federation.setup(task)
+    check_counted(setup.privacy, setup.method, experiment, spec.title)
     config = config_of(experiment, spec, {}, seed, task, setup)
     folder = RunFolder.of(out, federation.spec.name, spec.title, seed, config)
     twin = Twin(experiment, seed, task)

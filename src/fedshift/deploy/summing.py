@@ -45,7 +45,10 @@ def sent_like(size: int, parties: int) -> Tree:
 # ---- the party -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Summand:
-    """A party's half. ``session`` says which summation it is."""
+    """A party's half. ``session`` says which summation it is.
+
+    Each phase reads what the last one left, and leaves something else, while no other process of this party can.
+    """
 
     privacy: Privacy
     memory: Memory
@@ -56,52 +59,54 @@ class Summand:
         member = Member(0, 0, self.session)
         secrets = {name: _tensor(getattr(member, name)) for name in ("mask_secret", "letter_secret", "own_mask")}
         about = {"session": _tensor(self.session)}
-        self.memory.put_aside({"own": {"update": {"values": update.cpu()}, "secrets": secrets, "about": about}})
+        with self.memory.alone():
+            self.memory.put_aside({"own": {"update": {"values": update.cpu()}, "secrets": secrets, "about": about}})
         keys = member.advertise()
         return {KEYS: {part.name: _tensor(getattr(keys, part.name)) for part in fields(Keys)}}
 
     def share(self, packet: Packet) -> Tree:
         """Letters for everybody whose keys these are."""
-        aside = self._aside("own")
-        keys, number = _keys(packet.tree[KEYS]), int(packet.facts["number"])
-        member = self._member(aside, number, len(keys))
-        if keys.get(number) != member.advertise():
-            raise UserError("the server says that this party has another key than it has")
-        letters = member.share(keys)
-        about = {"number": torch.tensor(number)}
-        self.memory.put_aside({**aside, "shared": {KEYS: packet.tree[KEYS], "about": about}})
+        with self.memory.alone():
+            aside = self._aside("own")
+            keys, number = _keys(packet.tree[KEYS]), int(packet.facts["number"])
+            member = self._member(aside, number, len(keys))
+            if keys.get(number) != member.advertise():
+                raise UserError("the server says that this party has another key than it has")
+            letters = member.share(keys)
+            about = {"number": torch.tensor(number)}
+            self.memory.put_aside({**aside, "shared": {KEYS: packet.tree[KEYS], "about": about}})
         return {LETTERS: {str(other): _tensor(letter) for other, letter in letters.items()}}
 
     def mask(self, packet: Packet) -> Tree:
         """The update behind its masks, with this party's part of the noise."""
-        aside = self._aside("own", "shared")
-        keys, member = self._again(aside)
-        letters = packet.tree[LETTERS]
-        update = aside["own"]["update"]["values"]
-        words = words_of(self.privacy, update, len(keys), secret, ())
-        masked = member.mask(keys, _letters(letters), words)
-        self.memory.put_aside({**aside, "masked": {LETTERS: letters}})
+        with self.memory.alone():
+            aside = self._aside("own", "shared")
+            keys, member = self._again(aside)
+            letters = packet.tree[LETTERS]
+            update = aside["own"]["update"]["values"]
+            words = words_of(self.privacy, update, len(keys), secret, ())
+            masked = member.mask(keys, _letters(letters), words)
+            self.memory.put_aside({**aside, "masked": {LETTERS: letters}})
         return {WORDS: {WORDS: torch.from_numpy(masked.view(np.int32))}}
 
     def unmask(self, packet: Packet) -> Tree:
         """The shares that take masks off; then everything is forgotten."""
-        aside = self._aside("own", "shared", "masked")
-        keys, member = self._again(aside)
-        shares = member.unmask(keys, _letters(aside["masked"][LETTERS]), [int(k) for k in packet.facts["survivors"]])
-        self._claim()
+        with self.memory.alone():
+            aside = self._aside("own", "shared", "masked")
+            keys, member = self._again(aside)
+            letters, survivors = _letters(aside["masked"][LETTERS]), [int(k) for k in packet.facts["survivors"]]
+            shares = member.unmask(keys, letters, survivors)
+            self.memory.forget_aside()
         return {SHARES: {str(other): _tensor(share) for other, share in shares.items()}}
 
     def _aside(self, *phases: str) -> dict[str, Tree]:
         """What these phases of this summation left, which must be the last ones."""
         aside = self.memory.aside()
         if tuple(aside) != phases or _bytes(aside["own"]["about"]["session"]) != self.session:
-            raise _nothing_to_add()
+            raise UserError(
+                "this party has nothing to add to this secure summation; it is asked again in the next round"
+            )
         return aside
-
-    def _claim(self) -> None:
-        """Whoever forgets the secrets may tell what was made of them: two questions at once have one answer."""
-        if not self.memory.forget_aside():
-            raise _nothing_to_add()
 
     def _again(self, aside: Mapping[str, Tree]) -> tuple[dict[int, Keys], Member]:
         keys = _keys(aside["shared"][KEYS])
@@ -111,10 +116,6 @@ class Summand:
         """Itself; how many must survive it works out for itself."""
         own = {name: _bytes(leaf) for name, leaf in aside["own"]["secrets"].items()}
         return Member(number, self.privacy.threshold(parties), self.session, **own)
-
-
-def _nothing_to_add() -> UserError:
-    return UserError("this party has nothing to add to this secure summation; it is asked again in the next round")
 
 
 # ---- the server ----------------------------------------------------------------------------------------------------------

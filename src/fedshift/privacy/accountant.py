@@ -6,6 +6,7 @@ number of rounds.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -61,9 +62,14 @@ def _epsilon(mechanism: Mechanism, history: History, delta: float) -> float:
     try:
         with warnings.catch_warnings():  # that prv could be smaller, or that prv takes the logarithm of a rate of one
             warnings.simplefilter("ignore")
-            return _COUNTS[mechanism](history, delta)
+            found = _COUNTS[mechanism](history, delta)
     except ImportError:
         raise UserError('[privacy] noise is counted by Opacus: pip install "fedshift[privacy]"') from None
+    except (ArithmeticError, MemoryError, ValueError):  # of numbers like 1e-300
+        found = math.nan
+    if not math.isfinite(found):
+        raise UserError(f"[privacy] noise = {history[0][0]:g} cannot be counted by accountant {mechanism!r}")
+    return found
 
 
 def _renyi(history: History, delta: float) -> float:

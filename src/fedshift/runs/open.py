@@ -65,7 +65,8 @@ class OpenRun:
         lost = _lost_weights(self.experiment, spec)
         if lost:  # only where a network starts from: what was trained is in the run folder
             spec = spec.model_copy(update={"model": {**spec.model, "weights": ""}})
-        setup = make_setup(self.experiment, spec, placeholder(snapshot.shape, snapshot.classes), self.network)
+        nobody = placeholder(snapshot.shape, snapshot.classes)
+        setup = make_setup(self.experiment, spec, nobody, self.network, trains=False)
         if lost and any(unseen_phases(method, snapshot.ctx) for method in setup.methods.values()):
             raise UserError(
                 f"an unseen client of {spec.title!r} starts from the weights file {lost}, which is not there"

@@ -18,7 +18,7 @@ from fedshift.errors import HostError, UserError
 from fedshift.experiment.schema import Experiment
 from fedshift.runs.identity import config_of
 from fedshift.runs.own_network import surplus
-from fedshift.runs.private import affordable
+from fedshift.runs.private import affordable, check_counted
 from fedshift.runs.progress import Reporter
 from fedshift.runs.session import Session
 from fedshift.runs.setup import EACH, Network, Setup, make_setup, make_task, make_twin, with_baselines
@@ -114,6 +114,7 @@ def planned(
                 told(note)
             for spec in with_baselines(variant):
                 setup = make_setup(variant, spec, task, network)
+                check_counted(setup.privacy, setup.method, variant, spec.title)
                 for note in filter(None, (surplus(m.arch, len(task.classes)) for m in setup.methods.values())):
                     told(note)
                 if len(setup.methods) > 1:  # methods that cannot mix networks say so here

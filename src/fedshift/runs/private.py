@@ -29,11 +29,6 @@ class Case(NamedTuple):
     spec: MethodSpec
     clients: int
 
-    @property
-    def rounds(self) -> int:
-        """All that are asked for."""
-        return self.experiment.rounds + (self.method.extra_rounds if self.experiment.rounds else 0)
-
 
 def privacy_of(experiment: Experiment, spec: MethodSpec) -> Privacy | None:
     """What a method's uploads go through: ``[privacy]`` with what the method's own table changes."""
@@ -83,15 +78,6 @@ def _of_noise(case: Case) -> Iterator[str]:
             "noise: BatchNorm's statistics would travel, and noise can make a variance negative; use a network without "
             "BatchNorm, or a method that keeps it at home (fedbn)"
         )
-    if privacy.epsilon is not None:
-        rounds = affordable(privacy, experiment.participation, case.rounds, case.method)
-        if rounds < 1:
-            yield f"epsilon = {privacy.epsilon:g} is not enough for one round; raise it, or noise"
-        elif rounds < case.rounds and case.method.extra_rounds:
-            yield (
-                f"epsilon = {privacy.epsilon:g} is enough for {rounds} of {case.rounds} rounds, and {case.spec.title!r} "
-                "needs its last ones; raise it, or noise"
-            )
 
 
 def _of_secure(case: Case) -> Iterator[str]:
@@ -108,6 +94,25 @@ def _of_secure(case: Case) -> Iterator[str]:
         yield (
             f"secure: least must be {FEWEST} or more, more than half of the {parties} clients of a round and not more "
             "than all"
+        )
+
+
+def check_counted(privacy: Privacy | None, method: Method, experiment: Experiment, title: str) -> None:
+    """Raise a sentence if what rounds tell cannot be counted here, or a budget is not enough for them.
+
+    That is for who trains, or has a federation trained: its parties, and unseen clients, count nothing and need no Opacus.
+    """
+    if privacy is None or not privacy.noise:
+        return
+    rounds = experiment.rounds + (method.extra_rounds if experiment.rounds else 0)
+    told_by(privacy, experiment.participation, min(1, rounds), method)  # who cannot count finds out before training
+    enough = affordable(privacy, experiment.participation, rounds, method)
+    if enough < min(1, rounds):
+        raise UserError(f"[privacy] epsilon = {privacy.epsilon:g} is not enough for one round; raise it, or noise")
+    if enough < rounds and method.extra_rounds:
+        raise UserError(
+            f"[privacy] epsilon = {privacy.epsilon:g} is enough for {enough} of {rounds} rounds, and {title!r} needs its "
+            "last ones; raise it, or noise"
         )
 
 

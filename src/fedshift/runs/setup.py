@@ -191,11 +191,17 @@ class Setup:
 
 
 def make_setup(
-    experiment: Experiment, spec: MethodSpec, task: Task, network: Network | None = None, clients: int | None = None
+    experiment: Experiment,
+    spec: MethodSpec,
+    task: Task,
+    network: Network | None = None,
+    clients: int | None = None,
+    trains: bool = True,
 ) -> Setup:
     """A method of an experiment, built on its networks and checked with all its adapters.
 
-    ``clients``: of the whole federation, where the task has only some of them.
+    ``clients``: of the whole federation, where the task has only some of them. What has been trained already (``trains`` is
+    false) need not keep what ``[privacy]`` promises of training, and its task may have no clients.
     """
     shared, own = (parse_options(Train, "[train]", table) for table in (experiment.train, spec.train))
     train = construct(Train, "[train]", **{**shared, **own})
@@ -213,7 +219,7 @@ def make_setup(
     for adapter in spec.adapters:
         for method in methods.values():
             setup.adapter(adapter, method)
-    if setup.privacy is not None:
+    if setup.privacy is not None and trains:
         check_private(Case(setup.privacy, setup.method, experiment, spec, clients or len(task.clients)))
     return setup
 

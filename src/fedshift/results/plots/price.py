@@ -25,12 +25,12 @@ class Point(NamedTuple):
 
 
 def price_picture(result: Result, path: Path, rule: str = "best-val") -> None:
-    """Pooled accuracy on the first stream of every row that sent something.
+    """Pooled accuracy on the first stream of every row that sent something, or noise in the name of nobody.
 
     Against epsilon, where noise was counted; rows without noise are a line, with no end to their epsilon. Against the bytes
     of an upload, for rows without noise: what compression alone costs.
     """
-    rows = [row for row in result.rows if row.cost.get("bytes-up")]
+    rows = [row for row in result.rows if row.cost.get("bytes-up") or "epsilon" in row.cost]
     noisy = [row for row in rows if "epsilon" in row.cost]
     quiet = [row for row in rows if "epsilon" not in row.cost]
     if not noisy and len({row.cost["bytes-up"] for row in rows}) < 2:
