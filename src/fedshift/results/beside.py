@@ -79,7 +79,9 @@ class Comparison:
         if self.differences:
             apart = len(self.differences) - len(self.tied)
             told = f"It is above {apart} of {len(self.differences)} other rows by more than noise"
-            said.append(told + (f"; not told apart from it: {', '.join(self.tied)}." if self.tied else "."))
+            told += f"; not told apart from it: {', '.join(self.tied)}." if self.tied else "."
+            one = len(self.headline[self.first].seeds) == 1
+            said.append(told + (" Of one seed, noise is how clients differ; seeds may differ more." if one else ""))
         return said
 
     def to_json(self) -> dict[str, Any]:
