@@ -286,7 +286,6 @@ def test_every_table_of_the_results_is_an_experiment() -> None:
         experiment = Experiment.load(table.preset, table.changes)
         titles = {method.title for method in experiment.method}
         assert set(table.order) <= titles, (table.name, set(table.order) - titles)
-        assert set(table.aside) <= titles
     glance = (results.KEPT / "README.md").read_text(encoding="utf-8")
     assert all(glance.count(f"| {t.title} |") == sum(t.title == other.title for other in tables) for t in tables)
 

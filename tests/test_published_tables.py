@@ -37,6 +37,7 @@ def test_fedcirs_table_1(name: str) -> None:
     for title, number in zip(C1_ROWS, C1[name], strict=True):
         plain, *others = rows[title].adapters
         assert (plain.name, plain.paper) == ("none", {"original": number}), title
+        assert plain.aside == (title == "Centralised"), title
         assert [other.name for other in others] == (["deterministic"] if title in STOCHASTIC else []), title
     align = ALIGN.get(name, 5e-7)
     assert {title: rows[title].options() for title in ("FedReg", "FedAlign", "FedCiR")} == {

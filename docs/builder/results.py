@@ -38,7 +38,6 @@ class Table:
     turn: int  # the smaller, the sooner: how much the table tells for its time
     changes: tuple[str, ...] = ()
     order: tuple[str, ...] = ()  # the methods that are run first
-    aside: tuple[str, ...] = ()  # rows that are shown and not ranked: an upper bound
     shortened: str = ""  # what the paper has more of, beside rounds
     ours: tuple[str, str] = ("", "")  # what measures ours on it in ``benchmarks/ours.py``, and the column that counts
     row: str = ""  # the system's own row where it is not called as on the rest of the page
@@ -85,16 +84,16 @@ PAGES = (
     )),
     Page("fedcir", "FedCiR", "FedCiR", (
         Table("pacs-feature", "pacs-feature", "Table 1, PACS", 9, ("data.size=64", "evaluate.every=50"), CIR,
-              ("Centralised",), "Images of 64 pixels; the paper's have 128."),
+              "Images of 64 pixels; the paper's have 128."),
         Table("office-feature", "office-feature", "Table 1, office objects", 10, ("data.size=64", "evaluate.every=50"), CIR,
-              ("Centralised",), "Images of 64 pixels; the paper's have 128.",
+              "Images of 64 pixels; the paper's have 128.",
               ("office-feature", "original")),
     )),
     Page("fedtta", "FedTTA", "FedTTA++", (
         Table("new-clients-mnist", "new-clients-mnist", "Table 1, MNIST", 4,
-              ("data.source=parquet:$FEDSHIFT_DATA/writers.parquet", "evaluate.every=20"), TTA, (),
+              ("data.source=parquet:$FEDSHIFT_DATA/writers.parquet", "evaluate.every=20"), TTA,
               "27,501 of the 70,000 digits, 275 a client instead of 700.", ("unseen-mnist", UNSEEN)),
-        Table("new-clients-fashion", "new-clients-fashion", "Table 1, Fashion-MNIST", 14, ("evaluate.every=30",), TTA, (),
+        Table("new-clients-fashion", "new-clients-fashion", "Table 1, Fashion-MNIST", 14, ("evaluate.every=30",), TTA,
               "12,000 of the 70,000 images, 120 a client instead of 700.", ("unseen-fashion", UNSEEN)),
         Table("new-clients", "new-clients", "Table 1, CIFAR-10", 15, ("evaluate.every=100",), TTA,
               ours=("unseen-cifar", UNSEEN)),
@@ -105,20 +104,20 @@ PAGES = (
     )),
     Page("fdse", "FDSE", "FDSE", (
         Table("office-personal", "office-personal", "Table 1, office objects", 5,
-              ("data.size=128", "rounds=200", "evaluate.after-local=true"), (*ERASE, "Ditto", "FedAvg-FT"), (),
+              ("data.size=128", "rounds=200", "evaluate.after-local=true"), (*ERASE, "Ditto", "FedAvg-FT"),
               SMALLER),
         Table("office-activation", "office-personal", "With and without ReLU, office objects, on validation images", 6,
               ("data.size=128", "rounds=200", "evaluate.after-local=true", "split.tune=true",
                'method=[{name="fdse",label="FDSE",lam=0.05,tau=0.5,beta=0.05},'
-               '{name="fdse",label="FDSE with ReLU",lam=0.05,tau=0.5,beta=0.05,activation=true}]'), (), (),
+               '{name="fdse",label="FDSE with ReLU",lam=0.05,tau=0.5,beta=0.05,activation=true}]'), (),
               f"{SMALLER} Validation images take the place of all test images."),
         Table("pacs-personal", "pacs-personal", "Table 1, PACS", 12,
-              ("data.size=128", "rounds=200", "evaluate.after-local=true"), (*ERASE, "Ditto", "FedAvg-FT"), (),
+              ("data.size=128", "rounds=200", "evaluate.after-local=true"), (*ERASE, "Ditto", "FedAvg-FT"),
               SMALLER, ("pacs-personal", "original")),
         Table("office-unseen", "office-unseen", "Table 2, office objects, an unseen domain", 13,
-              ("data.size=128", "rounds=100"), ERASE, (), SMALLER, ("office-unseen", UNSEEN), "FDSE, fdse-align"),
+              ("data.size=128", "rounds=100"), ERASE, SMALLER, ("office-unseen", UNSEEN), "FDSE, fdse-align"),
         Table("pacs-unseen", "pacs-unseen", "PACS, an unseen domain (not in the paper)", 16,
-              ("data.size=128", "rounds=100"), ERASE, (), SMALLER, row="FDSE, fdse-align"),
+              ("data.size=128", "rounds=100"), ERASE, SMALLER, row="FDSE, fdse-align"),
     )),
 )  # fmt: skip
 
@@ -142,7 +141,7 @@ def summary_of(
     if found is not None:
         rows = sorted(found.rows, key=lambda row: order.get((row.method, row.adapter), (len(listed), 0)))
         found = replace(found, rows=tuple(rows))
-    comparison = Comparison((), {}, {}) if found is None else compared(found, rule, table.aside)
+    comparison = Comparison((), {}, {}) if found is None else compared(found, rule)
     present = {(row.method, row.adapter) for row in found.rows} if found else set()
     seeds = sorted({read_config(path)["seed"] for path in folders}) or list(wanted.seeds)
     return {
