@@ -191,6 +191,8 @@ def test_results_pages_are_those_of_their_summaries() -> None:
     names = {table.name for page in results.PAGES for table in page.tables}
     for path, text in results.pages().items():
         assert path.read_text(encoding="utf-8") == text, path.name
+        parts = re.findall(r"^## (.+)$", text, re.M)
+        assert path.name == "README.md" or (parts[0], "Why we differ" in parts) == ("In short", True), path.name
     for path in results.KEPT.glob("*.json"):
         summary = json.loads(path.read_text(encoding="utf-8"))
         assert path.stat().st_size < 60_000
@@ -206,6 +208,37 @@ def test_results_pages_are_those_of_their_summaries() -> None:
         for title, cells in summary["rows"].items():  # every number of the file is on the page
             row = next(line for line in shown.split("\n") if line.startswith(f"| {title} |"))
             assert all(f"{number['mean']:.1f}" in shown for number in cells.values()), row
+
+
+@pytest.mark.parametrize(
+    ("means", "differences", "held"),
+    [
+        ((70, 60, 50), {"B": False, "C": False}, "yes"),
+        ((70, 60, 50), {"B": True, "C": False}, "yes, not surely"),
+        ((70, 60, 50), {}, "yes, not surely"),
+        ((70, 60, 80), {"A": False, "B": False}, "yes"),  # C is above, and is no row of the paper's
+        ((60, 70, 50), {"A": False, "C": False}, "no"),
+        ((60, 70, 50), {"A": True, "C": False}, "no, not surely"),
+        ((60, 70, 50), {}, "no, not surely"),
+    ],
+)
+def test_a_page_begins_with_what_was_reproduced_and_how_sure(
+    means: tuple[float, ...], differences: dict[str, bool], held: str
+) -> None:
+    from docs.builder.verdicts import verdict
+
+    papers = {"A": 60.0, "B": 50.0}
+    headline = {
+        title: {"mean": float(mean), "seeds": [float(mean)], **({"paper": papers[title]} if title in papers else {})}
+        for title, mean in zip("ABC", means, strict=True)
+    }
+    told = {title: {"mean": 1.0, "low": 0.0, "high": 2.0, "noise": noise} for title, noise in differences.items()}
+    summary = {"columns": [], "rows": {}, "headline": headline, "differences": told, "seeds": [0], "rounds": 5}
+    found = verdict({**summary, "not-run": ["D"]}, "A", rounds=10)
+    assert found.held == held
+    assert found.found.startswith(f"{max(zip(means, 'ABC', strict=True))[1]} is first: ")
+    assert found.sure.startswith("1 seed; 0 of 1 rows; 5 of 10 rounds; ")
+    assert verdict(None, "A", rounds=10).held == "not run"
 
 
 def test_what_ours_has_stands_below_the_tables_of_its_protocols() -> None:
@@ -253,7 +286,6 @@ def test_every_table_of_the_results_is_an_experiment() -> None:
         experiment = Experiment.load(table.preset, table.changes)
         titles = {method.title for method in experiment.method}
         assert set(table.order) <= titles, (table.name, set(table.order) - titles)
-        assert set(table.aside) <= titles
     glance = (results.KEPT / "README.md").read_text(encoding="utf-8")
     assert all(glance.count(f"| {t.title} |") == sum(t.title == other.title for other in tables) for t in tables)
 

@@ -37,6 +37,7 @@ def test_fedcirs_table_1(name: str) -> None:
     for title, number in zip(C1_ROWS, C1[name], strict=True):
         plain, *others = rows[title].adapters
         assert (plain.name, plain.paper) == ("none", {"original": number}), title
+        assert plain.aside == (title == "Centralised"), title
         assert [other.name for other in others] == (["deterministic"] if title in STOCHASTIC else []), title
     align = ALIGN.get(name, 5e-7)
     assert {title: rows[title].options() for title in ("FedReg", "FedAlign", "FedCiR")} == {
@@ -236,3 +237,21 @@ def test_fdses_presets_say_which_activation_stands_beside_the_published_number(n
     assert not any(method.options().get("activation") for method in published)
     if name.endswith(("-personal", "-unseen")):
         assert rows_of(experiment)["FDSE with ReLU"].options()["activation"] is True
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("new-clients-mnist", ("two shards of one class",)),
+        ("new-clients-fashion", ("two shards of one class", "not normalised")),
+        ("new-clients-cifar100", ("own mean and deviation",)),
+        ("rotations", ("bicubic", "not normalised")),
+        ("writers-femnist", ("FedADG", "512 features")),
+        ("mixed-models", ("32, 64 and 128", "momentum")),
+        ("brfl-severity", ("Glass blur copies", "Zoom blur", "severities 1 and 2")),
+        ("brfl", ("Glass blur copies", "training labels")),
+    ],
+)
+def test_a_table_says_what_it_takes_from_the_authors_code(name: str, words: tuple[str, ...]) -> None:
+    notes = " ".join(Experiment.load(name).notes)
+    assert [word for word in words if word not in notes] == []

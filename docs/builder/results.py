@@ -16,6 +16,7 @@ from typing import Any
 from docs.builder.cells import as_table, shown
 from docs.builder.ours import our_number, ours_beside
 from docs.builder.summaries import HERE, KEPT, commit, device, kept
+from docs.builder.verdicts import HEADS, MEANING, Verdict, verdict
 from fedshift import Experiment, __version__
 from fedshift.results.beside import Comparison, compared, titles_of
 from fedshift.results.collect import collect
@@ -37,9 +38,9 @@ class Table:
     turn: int  # the smaller, the sooner: how much the table tells for its time
     changes: tuple[str, ...] = ()
     order: tuple[str, ...] = ()  # the methods that are run first
-    aside: tuple[str, ...] = ()  # rows that are shown and not ranked: an upper bound
     shortened: str = ""  # what the paper has more of, beside rounds
     ours: tuple[str, str] = ("", "")  # what measures ours on it in ``benchmarks/ours.py``, and the column that counts
+    row: str = ""  # the system's own row where it is not called as on the rest of the page
 
     def command(self, changes: Sequence[str]) -> str:
         """What ``fedshift run`` is given for it."""
@@ -70,7 +71,7 @@ PAGES = (
         Table("brfl-1.0", "brfl", "Table 1, Dir(1)", 11, ("partition.alpha=1.0", "evaluate.every=25"), THE,
               ours=("brfl-1.0", "mean")),
         Table("brfl-ablation", "brfl-ablation", "Table 3, the parts of FedTHE+, Dir(0.1)", 19, ("evaluate.every=25",),
-              ("two heads, balanced", "two heads")),
+              ("two heads, balanced", "two heads"), row="13 FedTHE+"),
     )),
     Page("fedicon", "FedICON", "FedICON", (
         Table("digits-covariate", "digits-covariate", "Table 1, digits, corrupted", 1, ("evaluate.every=25",), ICON,
@@ -83,40 +84,40 @@ PAGES = (
     )),
     Page("fedcir", "FedCiR", "FedCiR", (
         Table("pacs-feature", "pacs-feature", "Table 1, PACS", 9, ("data.size=64", "evaluate.every=50"), CIR,
-              ("Centralised",), "Images of 64 pixels; the paper's have 128."),
+              "Images of 64 pixels; the paper's have 128."),
         Table("office-feature", "office-feature", "Table 1, office objects", 10, ("data.size=64", "evaluate.every=50"), CIR,
-              ("Centralised",), "Images of 64 pixels; the paper's have 128.",
+              "Images of 64 pixels; the paper's have 128.",
               ("office-feature", "original")),
     )),
     Page("fedtta", "FedTTA", "FedTTA++", (
         Table("new-clients-mnist", "new-clients-mnist", "Table 1, MNIST", 4,
-              ("data.source=parquet:$FEDSHIFT_DATA/writers.parquet", "evaluate.every=20"), TTA, (),
+              ("data.source=parquet:$FEDSHIFT_DATA/writers.parquet", "evaluate.every=20"), TTA,
               "27,501 of the 70,000 digits, 275 a client instead of 700.", ("unseen-mnist", UNSEEN)),
-        Table("new-clients-fashion", "new-clients-fashion", "Table 1, Fashion-MNIST", 14, ("evaluate.every=30",), TTA, (),
+        Table("new-clients-fashion", "new-clients-fashion", "Table 1, Fashion-MNIST", 14, ("evaluate.every=30",), TTA,
               "12,000 of the 70,000 images, 120 a client instead of 700.", ("unseen-fashion", UNSEEN)),
         Table("new-clients", "new-clients", "Table 1, CIFAR-10", 15, ("evaluate.every=100",), TTA,
               ours=("unseen-cifar", UNSEEN)),
         Table("label-shift-sweep", "label-shift-sweep", "Table 2, CIFAR-10, other label shifts", 17,
               ("evaluate.every=100",), TTA),
         Table("mixed-models", "mixed-models", "Figure 5, networks of three sizes", 18, ("sweep={}", "evaluate.every=100"),
-              ("HeteroFedTTA",)),
+              ("HeteroFedTTA",), row="HeteroFedTTA"),
     )),
     Page("fdse", "FDSE", "FDSE", (
         Table("office-personal", "office-personal", "Table 1, office objects", 5,
-              ("data.size=128", "rounds=200", "evaluate.after-local=true"), (*ERASE, "Ditto", "FedAvg-FT"), (),
+              ("data.size=128", "rounds=200", "evaluate.after-local=true"), (*ERASE, "Ditto", "FedAvg-FT"),
               SMALLER),
         Table("office-activation", "office-personal", "With and without ReLU, office objects, on validation images", 6,
               ("data.size=128", "rounds=200", "evaluate.after-local=true", "split.tune=true",
                'method=[{name="fdse",label="FDSE",lam=0.05,tau=0.5,beta=0.05},'
-               '{name="fdse",label="FDSE with ReLU",lam=0.05,tau=0.5,beta=0.05,activation=true}]'), (), (),
+               '{name="fdse",label="FDSE with ReLU",lam=0.05,tau=0.5,beta=0.05,activation=true}]'), (),
               f"{SMALLER} Validation images take the place of all test images."),
         Table("pacs-personal", "pacs-personal", "Table 1, PACS", 12,
-              ("data.size=128", "rounds=200", "evaluate.after-local=true"), (*ERASE, "Ditto", "FedAvg-FT"), (),
+              ("data.size=128", "rounds=200", "evaluate.after-local=true"), (*ERASE, "Ditto", "FedAvg-FT"),
               SMALLER, ("pacs-personal", "original")),
         Table("office-unseen", "office-unseen", "Table 2, office objects, an unseen domain", 13,
-              ("data.size=128", "rounds=100"), ERASE, (), SMALLER, ("office-unseen", UNSEEN)),
+              ("data.size=128", "rounds=100"), ERASE, SMALLER, ("office-unseen", UNSEEN), "FDSE, fdse-align"),
         Table("pacs-unseen", "pacs-unseen", "PACS, an unseen domain (not in the paper)", 16,
-              ("data.size=128", "rounds=100"), ERASE, (), SMALLER),
+              ("data.size=128", "rounds=100"), ERASE, SMALLER, row="FDSE, fdse-align"),
     )),
 )  # fmt: skip
 
@@ -140,7 +141,7 @@ def summary_of(
     if found is not None:
         rows = sorted(found.rows, key=lambda row: order.get((row.method, row.adapter), (len(listed), 0)))
         found = replace(found, rows=tuple(rows))
-    comparison = Comparison((), {}, {}) if found is None else compared(found, rule, table.aside)
+    comparison = Comparison((), {}, {}) if found is None else compared(found, rule)
     present = {(row.method, row.adapter) for row in found.rows} if found else set()
     seeds = sorted({read_config(path)["seed"] for path in folders}) or list(wanted.seeds)
     return {
@@ -207,72 +208,83 @@ def section(table: Table) -> str:
     many = len(summary["seeds"])
     facts = f"{summary['rounds']} rounds, {many} seed{'s' if many > 1 else ''}, {summary['device']}"
     rows = ", then ".join(["these rows" if summary["not-run"] else "all rows", *filter(None, [summary.get("ended")])])
-    took = f", {summary['seconds']} s for {rows}" if summary.get("seconds") else ""
+    took = f", {summary['seconds']} s for {rows}" if summary.get("seconds") else ", time not kept"
     made = f"{summary['date']}{', commit ' + summary['commit'] if summary.get('commit') else ''}"
     parts.append(f"`{summary['command']}`: {facts}{took} ({made}).")
-    parts += [text] if (text := " ".join(filter(None, [summary.get("before"), shortened(table, summary)]))) else []
+    earlier = f"Earlier code. {summary['before']}" if summary.get("before") else ""
+    parts += [text] if (text := " ".join(filter(None, [earlier, shortened(table, summary)]))) else []
     parts.append(as_markdown(summary))
     by = ranked_by(Comparison.of_json(summary))
     how = f"Ranked by {by}." if by else "Ranked as the paper scores each row."
-    parts += [" ".join([how, *summary["said"]])] if summary["said"] else []
+    said = Comparison.of_json(summary).sentences(always=True)
+    parts += [" ".join([how, *said])] if said else []
     if summary["not-run"]:
         parts.append(f"Not run: {', '.join(summary['not-run'])}.")
     return "\n\n".join([*parts, *ours_beside(table.ours[0])])
 
 
+def found(page: Page, table: Table) -> Verdict:
+    """What a table of a page came to."""
+    return verdict(kept(table.name), table.row or page.system, Experiment.load(table.preset).rounds)
+
+
+def in_short(page: Page) -> str:
+    """What a reader looks for first: was it reproduced, and how sure is that."""
+    lines = [["", *HEADS], *([table.title, *found(page, table)] for table in page.tables)]
+    return f"## In short\n\n{as_table(lines)}\n\n{MEANING}"
+
+
+def why(page: Page) -> str:
+    """The notes of the page's presets: what had to be decided, and where we depart from the paper or its code."""
+    presets = list(dict.fromkeys(table.preset for table in page.tables))
+    notes: dict[str, list[str]] = {}
+    for preset in presets:
+        for note in Experiment.load(preset).notes:
+            notes.setdefault(note, []).append(preset)
+    told = [f"- {note}{_holds(of, presets)}" for note, of in notes.items()]
+    head = (
+        "Where paper and code leave something open or contradict each other, and what else is not as in the paper. "
+        "`fedshift run` prints the same below its table; in brackets the presets of which a sentence holds, if not of all."
+    )
+    return "\n".join([f"## Why we differ\n\n{head}\n", *told])
+
+
+def _holds(of: Sequence[str], presets: Sequence[str]) -> str:
+    others = [preset for preset in presets if preset not in of]
+    few = of if len(of) <= len(others) else ["all but " + others[0], *others[1:]] if others else []
+    return f" *({', '.join(few)})*" if few else ""
+
+
 def page_text(page: Page) -> str:
-    """A whole page: its introduction, its tables, and the words on why we differ."""
+    """A whole page: its introduction, what was found, its tables, and the words on why we differ."""
     before, _, after = (TEXTS / f"{page.name}.txt").read_text(encoding="utf-8").partition("<!-- tables -->\n")
     told = "<!-- made by `python docs/generate.py --results` from docs/results/*.json and docs/builder/text: edit those -->"
     how = (
-        "Ours, the deviation over seeds behind ±, the paper's number in brackets. Rows are ranked by the client mean as "
-        "the paper scores each of them; *± over clients* is its standard error over clients."
+        "In the tables below a cell is our number, ± its standard deviation over seeds where there are several, and the "
+        "paper's number in brackets. Bold is the highest of a column. Rows are ranked by the mean over clients, in the "
+        "column in which the paper scores them. *± over clients* is the standard error of that mean over clients."
     )
     made = "\n\n".join(section(table) for table in page.tables)
     title, _, before = before.strip().partition("\n\n")
-    return "\n\n".join([title, told, before, how, made, after.strip()]).strip() + "\n"
+    return "\n\n".join([title, told, in_short(page), before, how, made, why(page), after.strip()]).strip() + "\n"
 
 
 def glance() -> str:
     """All five at one glance."""
-    head = [
-        "",
-        "table",
-        "first here",
-        "the paper's first of them",
-        "the system's headline (paper)",
-        "told apart from the others",
-        "run",
-        "ours",
-    ]
-    lines = [head]
+    lines = [["", "table", *HEADS, "date", "ours"]]
     for page in PAGES:
         for table in page.tables:
             summary = kept(table.name)
+            when = summary["date"] if summary else ""
             where = f"[{page.title}]({page.name}.md)"
-            if summary is None:
-                lines.append([where, table.title, "not run", "", "", "", "", our_number(*table.ours)])
-                continue
-            found = Comparison.of_json(summary)
-            own = found.headline.get(page.system)
-            tied = f"not from {', '.join(found.tied)}" if found.tied else "yes" if found.differences else ""
-            many, rows = len(summary["seeds"]), len(summary["rows"])
-            part = f"{rows} of {rows + len(summary['not-run'])} rows, " if summary["not-run"] else ""
-            earlier = ", earlier" if summary.get("before") else ""
-            run = f"{part}{many} seed{'s' if many > 1 else ''}, {summary['date']}{earlier}"
-            lines.append(
-                [where, table.title, found.first, found.first_in_paper, shown(own), tied, run, our_number(*table.ours)]
-            )
+            lines.append([where, table.title, *found(page, table), when, our_number(*table.ours)])
     return (
         "# All at one glance\n\n<!-- made by `python docs/generate.py --results`: edit docs/builder/results.py -->\n\n"
-        "The tables of five papers: `benchmarks/reproduce.py` runs them and writes the JSON files beside these pages. "
-        "Misses stand beside hits, and what was not run is listed. *First here* is the first of the rows that were run. "
-        "*Told apart* means by more than clients and seeds differ; with one seed that is clients alone. *Earlier* runs "
-        "were made by hand, before changes that their page names, and wait to be run again. [`ours`](ours.md), our method "
-        "with our adapter, is of other seeds and of the last round: the pages say what it is above. Where its cell is empty "
-        "no summary of it is kept; [its page](ours.md) says what was measured before summaries were, and what never.\n\n"
-        + as_table(lines)
-        + "\n"
+        "Tables of five papers, run with the presets of this package. Each page begins with what was reproduced and how "
+        f"sure that is, then has the numbers, the command, the time it took, and why we differ.\n\n{MEANING}\n\n"
+        "*Ours* is [our own method with our adapter](ours.md), under other seeds and at the last round, so not to be ranked "
+        "beside the other numbers. Its cell is empty where no summary of it is kept.\n\n" + as_table(lines) + "\n\n"
+        "To run tables again: `python benchmarks/reproduce.py --help`.\n"
     )
 
 

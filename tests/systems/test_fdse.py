@@ -31,6 +31,7 @@ from fedshift.runs.setup import check_method, make_setup
 from fedshift.store.state import State
 from fedshift.store.trees import load, save
 from fedshift.systems.fdse import eraser as erasure
+from fedshift.systems.fdse.eraser import Eraser
 from fedshift.systems.fdse.method import FDSE, attention
 from tests.conftest import refusal
 from tests.methods.federations import (
@@ -493,22 +494,32 @@ def test_a_module_is_all_that_is_shared_or_all_that_is_ones_own_in_a_block() -> 
     assert changed("7.bias") == {"7.bias", "7.weight"}  # the head is no block
 
 
-def test_with_the_papers_activation_the_inner_affine_learns_and_without_it_half_of_it_does_not() -> None:
-    """Batch statistics undo a scale and a shift of the channels that reach the outer normalisation as they are."""
-    x = rng.normal(1, torch.arange(8), (1, 4, 4)).double()
-    spread = {}
-    for relu in (False, True):
-        block = Block(1, 6, True, relu).double().train()
-        with torch.no_grad():
-            for leaf in block.parameters():
-                leaf.copy_(rng.normal(leaf.numel(), torch.arange(len(leaf)), leaf.shape[1:]))
-        plain = block(x)
-        with torch.no_grad():
-            block.dse_norm.weight *= 3.0
-            block.dse_norm.bias += 2.0
-        moved = block(x)
-        spread[relu] = float((moved[:, :3] - plain[:, :3]).detach().abs().max())
-    assert spread[False] < 1e-4 < 0.1 < spread[True]
+@pytest.mark.parametrize("conv", [True, False])
+@pytest.mark.parametrize("relu", [False, True])
+def test_without_the_papers_activation_half_of_a_block_tells_no_domain_and_the_inner_affine_does_not_learn(
+    relu: bool, conv: bool
+) -> None:
+    """Both normalisations take a batch's statistics, so that the outer one undoes scale and shift of the inner one."""
+    layer, norm = (nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6)) if conv else (nn.Linear(8, 6), nn.BatchNorm1d(6))
+    block = Eraser(layer, norm, expansion=2, kernel=3, relu=relu, bias=False).double().train()
+    with torch.no_grad():
+        for name, leaf in block.named_parameters():
+            leaf.copy_(rng.normal(len(name), torch.arange(len(leaf)), leaf.shape[1:]))
+    domains = [rng.normal(seed, torch.arange(40), (1, 6, 6) if conv else (8,)).double() for seed in (1, 2)]
+    means = []
+    for number, x in enumerate(domains):
+        block.tracked_steps.zero_()
+        out = block(x * (1 + number) + number)
+        means.append(
+            block.tracked_mean[:3].detach().clone()
+        )  # of the half that reaches the outer normalisation as it is
+    spread = float((means[0] - means[1]).abs().max())
+    out.pow(3).mean().backward()
+    slope = block.dse_norm.bias.grad
+    assert slope is not None
+    assert (spread < 1e-12) != relu
+    if not conv:  # a padded convolution sees a shift at its border
+        assert (float(slope.abs().max()) < 1e-12) != relu
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "layer"])

@@ -94,6 +94,7 @@ class AdapterSpec(Named):
     name: str
     label: Label = ""
     family: str = ""  # adapters of one family get one more row: for every client the best of them
+    aside: StrictBool = False  # shown beside the published numbers and not ranked: an upper bound
     paper: dict[str, Any] = Field(default_factory=dict)  # published numbers by stream, or by condition and stream
 
     @field_validator("paper")

@@ -6,7 +6,7 @@ The same comparison is printed after a run, kept as JSON and shown on the pages 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -79,7 +79,9 @@ class Comparison:
         if self.differences:
             apart = len(self.differences) - len(self.tied)
             told = f"It is above {apart} of {len(self.differences)} other rows by more than noise"
-            said.append(told + (f"; not told apart from it: {', '.join(self.tied)}." if self.tied else "."))
+            told += f"; not told apart from it: {', '.join(self.tied)}." if self.tied else "."
+            one = len(self.headline[self.first].seeds) == 1
+            said.append(told + (" Of one seed, noise is how clients differ; seeds may differ more." if one else ""))
         return said
 
     def to_json(self) -> dict[str, Any]:
@@ -112,8 +114,8 @@ class Comparison:
         return Comparison(tuple(stored["columns"]), rows, headline, dict(stored.get("differences", {})))
 
 
-def compared(result: Result, rule: str = "best-val", aside: Collection[str] = ()) -> Comparison:
-    """The rows of a result beside the published numbers; rows ``aside`` are shown and not ranked (an upper bound).
+def compared(result: Result, rule: str = "best-val") -> Comparison:
+    """The rows of a result beside the published numbers; what its preset puts ``aside`` is shown and not ranked.
 
     Rows of one method at several points of a sweep are one row with a column for each. The headline is the mean over
     streams where the paper has one, else the column that the paper's number of the row stands beside, or, for a row
@@ -143,6 +145,11 @@ def compared(result: Result, rule: str = "best-val", aside: Collection[str] = ()
     )
     whole = {title: own for title, own in heads.items() if len(own) == len(points)}
     headline = {title: _over_points([number for number, _ in own.values()]) for title, own in whole.items()}
+    aside = {
+        titles[row.method, row.adapter]
+        for row in rows
+        if any(own.aside for found in row.values.values() for own in found)
+    }
     ranked = {title: number for title, number in headline.items() if title not in aside}
     values = {title: _joined(own) for title, own in whole.items() if title in ranked}
     seeds = {titles[row.method, row.adapter]: row.seeds for row in rows}  # only what one seed gave both can be compared

@@ -236,6 +236,7 @@ def _completed(scored: Sequence[ScoreRow], spec: AdapterSpec, experiment: Experi
                 paper=_first(published, _paper_keys(row.metric)),
                 paper_validation=_first(validation, _paper_keys(row.metric._replace(population="clients"))),
                 family=spec.family,
+                aside=spec.aside,
             )
             for row in (*by_stream.values(), *means)
         ]

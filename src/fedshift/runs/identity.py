@@ -54,7 +54,7 @@ def config_of(
     facts = {"format": FORMAT, "seed": seed, "task-hash": task.hash, "networks": arch, "sweep-point": dict(point)}
     code = code_digest(type(setup.method))
     choosers = sorted(spec.validated(variant.evaluate), key=lambda adapter: adapter.title)
-    validated = [adapter.model_dump(by_alias=True, exclude={"paper", "family"}) for adapter in choosers]
+    validated = [adapter.model_dump(by_alias=True, exclude={"paper", "family", "aside"}) for adapter in choosers]
     extra = setup.method.extra_rounds
     optional = {"code": code, "revision": revision_of(setup), "validated": validated}
     optional |= {"chosen-from": variant.rounds + 1 if extra else 0}

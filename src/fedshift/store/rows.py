@@ -61,6 +61,7 @@ class ScoreRow:
     paper: float | None = None  # the published number
     paper_validation: float | None = None
     family: str = ""
+    aside: bool = False  # shown and not ranked
     of_streams: tuple[str, ...] = ()  # whose mean it is
     unknown: Mapping[str, Any] = field(default_factory=dict)  # of a newer version, kept as it is
 
@@ -113,6 +114,7 @@ class ScoreRow:
             "paper": self.paper,
             "paper-validation": self.paper_validation,
             "family": self.family or None,
+            "aside": self.aside or None,
         }
         numbers = SUMMARY_KEYS.values()  # one that is missing is said to be
         known = {key: value for key, value in row.items() if value is not None or key in numbers}
@@ -147,6 +149,7 @@ class ScoreRow:
             paper=number(stored.get("paper")),
             paper_validation=number(stored.get("paper-validation")),
             family=str(stored.get("family", "")),
+            aside=bool(stored.get("aside", False)),
             of_streams=tuple(map(str, stored.get("of", ()))),
             unknown={key: value for key, value in stored.items() if key not in KNOWN},
         )
@@ -155,5 +158,5 @@ class ScoreRow:
 KNOWN = {
     *SUMMARY_KEYS.values(), *OLD_KEYS.values(), BROKEN, "metric", "selection", "round", "label", "adapter", "options",
     "code", "given-bytes", "measures", "classes", "whole", "measured", "by-client", "telemetry", "setting", "seed",
-    "task-hash", "fedshift", "paper", "paper-validation", "family", "of",
+    "task-hash", "fedshift", "paper", "paper-validation", "family", "aside", "of",
 }  # fmt: skip
