@@ -13,8 +13,10 @@ from scipy import ndimage, stats
 from sklearn.datasets import load_sample_images
 
 from fedshift.core import rng
-from fedshift.data import _filters
-from fedshift.data.corruptions import _REGISTRY, NAMES, _Draws, corrupt, corrupt_mixed, mixed_choice
+from fedshift.data.corruptions import NAMES, corrupt, corrupt_mixed, filters, mixed_choice
+from fedshift.data.corruptions.apply import CORRUPTIONS
+from fedshift.data.corruptions.draws import Draws
+from fedshift.data.corruptions.severities import SEVERITIES
 from fedshift.errors import UserError
 
 torch.set_num_threads(1)
@@ -51,7 +53,8 @@ def test_there_are_fifteen_in_the_usual_order() -> None:
         "gaussian-noise,shot-noise,impulse-noise,defocus-blur,glass-blur,motion-blur,zoom-blur,"
         "snow,frost,fog,brightness,contrast,elastic,pixelate,jpeg"
     )
-    assert all(len(entry.small) == len(entry.large) == 5 for entry in _REGISTRY.values())
+    assert tuple(SEVERITIES) == NAMES
+    assert all(len(entry.small) == len(entry.large) == 5 for entry in SEVERITIES.values())
 
 
 # ---------------------------------------------------------------- what holds for all
@@ -89,7 +92,7 @@ def test_an_image_does_not_depend_on_its_batch(
     assert torch.equal(corrupt(photos[order], name, 5, 11, ids[order]), whole[order])
     parts = [corrupt(photos[a:b], name, 5, 11, ids[a:b]) for a, b in ((0, 1), (1, 6), (6, 12))]
     assert torch.equal(torch.cat(parts), whole)
-    monkeypatch.setattr("fedshift.data.corruptions._CHUNK_VALUES", {"cpu": 5 * 3 * 32 * 32})
+    monkeypatch.setattr("fedshift.data.corruptions.apply.CHUNK_VALUES", {"cpu": 5 * 3 * 32 * 32})
     assert torch.equal(corrupt(photos, name, 5, 11, ids), whole)
     torch.set_num_threads(2)
     try:
@@ -133,7 +136,7 @@ def test_empty_batch() -> None:
 
 
 def test_constants_are_interpolated_between_64_and_224() -> None:
-    defocus, pixelate = _REGISTRY["defocus-blur"], _REGISTRY["pixelate"]
+    defocus, pixelate = SEVERITIES["defocus-blur"], SEVERITIES["pixelate"]
     assert defocus.constants(5, 32) == defocus.constants(5, 64) == (1.5, 0.1)
     assert defocus.constants(5, 224) == defocus.constants(5, 500) == (10, 0.5)
     assert defocus.constants(5, 144) == pytest.approx((5.75, 0.3))
@@ -153,8 +156,8 @@ def test_gaussian_noise_statistics() -> None:
 @pytest.mark.parametrize("photons", [500.0, 60.0, 3.0, 17.3])
 def test_shot_noise_is_poisson(photons: float) -> None:
     levels = torch.tensor([0, 1, 60, 128, 255]).repeat_interleave(20_000).reshape(1, 1, 5, 20_000).float()
-    draws = _Draws(0, "shot-noise", torch.tensor([3]))
-    counts = (_REGISTRY["shot-noise"].apply(levels, draws, (photons,)) * photons / 255)[0, 0].double()
+    draws = Draws(0, "shot-noise", torch.tensor([3]))
+    counts = (CORRUPTIONS["shot-noise"](levels, draws, (photons,)) * photons / 255)[0, 0].double()
     assert float((counts - counts.round()).abs().max()) < 1e-3
     for level, row in zip((0, 1, 60, 128, 255), counts.round(), strict=True):
         rate = level / 255 * photons
@@ -167,10 +170,10 @@ def test_shot_noise_is_poisson(photons: float) -> None:
 
 def test_shot_noise_inverts_the_distribution_exactly() -> None:
     levels = torch.arange(256.0).reshape(1, 1, 16, 16)
-    draws = _Draws(5, "shot-noise", torch.tensor([8]))
+    draws = Draws(5, "shot-noise", torch.tensor([8]))
     u = (draws.bits24("photons", (1, 16, 16)).double().flatten().numpy() + 0.5) / 2**24
     for photons in (500.0, 50.0, 3.0):
-        got = (_REGISTRY["shot-noise"].apply(levels, draws, (photons,)) * photons / 255).round().flatten().numpy()
+        got = (CORRUPTIONS["shot-noise"](levels, draws, (photons,)) * photons / 255).round().flatten().numpy()
         assert np.array_equal(got, stats.poisson.ppf(u, np.arange(256) / 255 * photons).clip(0))
 
 
@@ -187,7 +190,7 @@ def test_impulse_noise_fractions() -> None:
 
 @pytest.mark.parametrize("sigma", [0.05, 0.25, 0.4, 1.5])
 def test_gaussian_blur_is_scipys(photos: torch.Tensor, sigma: float) -> None:
-    ours = _filters.gaussian_blur(photos.float(), sigma)
+    ours = filters.gaussian_blur(photos.float(), sigma)
     theirs = ndimage.gaussian_filter(photos.numpy().astype(float), (0, 0, sigma, sigma), mode="nearest", truncate=4.0)
     assert np.abs(ours.numpy() - theirs).max() < 1e-3
 
@@ -195,7 +198,7 @@ def test_gaussian_blur_is_scipys(photos: torch.Tensor, sigma: float) -> None:
 @pytest.mark.parametrize(("side", "severity"), [(32, 1), (32, 3), (32, 4), (32, 5), (224, 2), (224, 5)])
 def test_defocus_is_convolution_with_a_soft_disk(side: int, severity: int) -> None:
     images = photographs(1, side)
-    radius, soft = _REGISTRY["defocus-blur"].constants(severity, side)
+    radius, soft = SEVERITIES["defocus-blur"].constants(severity, side)
     reach = int(radius) + 3
     grid = np.arange(-reach, reach + 1)
     disk = (grid[:, None] ** 2 + grid**2 <= radius**2).astype(float)
@@ -208,7 +211,7 @@ def test_defocus_is_convolution_with_a_soft_disk(side: int, severity: int) -> No
 def test_motion_blur_is_convolution_along_a_line(photos: torch.Tensor) -> None:
     ids = torch.arange(4)
     ours = corrupt(photos[:4], "motion-blur", 5, 0, ids)
-    turns = _Draws(0, "motion-blur", ids).integers("angle", _filters.ANGLES).tolist()
+    turns = Draws(0, "motion-blur", ids).integers("angle", filters.ANGLES).tolist()
     weights = np.exp(-0.5 * (np.arange(19) / 2.5) ** 2)
     for image, out, turn in zip(photos[:4], ours, turns, strict=True):
         angle = math.radians(-45 + 90 * (turn + 0.5) / 1024)
@@ -236,7 +239,7 @@ def test_zoom_blur_is_the_mean_of_pillow_zooms(photos: torch.Tensor) -> None:
 def test_glass_swaps_are_those_of_the_nested_loops() -> None:
     for height, width, reach, passes in ((8, 8, 1, 2), (11, 14, 1, 2), (20, 17, 3, 1), (30, 25, 4, 2)):
         jumps = rng.integers(4, torch.arange(3), (2 * reach + 1) ** 2, (passes, height, width))
-        ours = _filters.swap_pixels(height, width, reach, jumps)
+        ours = filters.swap_pixels(height, width, reach, jumps)
         for sample in range(3):
             grid = np.arange(height * width).reshape(height, width)
             for turn in range(passes):
@@ -252,7 +255,7 @@ def test_the_published_glass_copies_as_the_references_nested_loops_do() -> None:
     """A tuple of views on both sides of the assignment: the second half writes what the first has just put there."""
     for height, width, reach, passes in ((8, 8, 1, 2), (11, 14, 1, 1), (20, 17, 3, 2)):
         jumps = rng.integers(4, torch.arange(2), (2 * reach) ** 2, (passes, height, width))
-        ours = _filters.swap_pixels(height, width, reach, jumps, copies=True)
+        ours = filters.swap_pixels(height, width, reach, jumps, copies=True)
         for sample in range(2):
             grid = np.arange(height * width).reshape(height, width, 1)
             for turn in range(passes):
@@ -271,7 +274,7 @@ def test_published_zooms_are_as_many_as_numpy_counts(photos: torch.Tensor) -> No
         assert len(np.arange(1, end, 0.01)) == zooms
         total = photos[:2].float()
         for number in range(zooms):
-            total = total + _filters.zoom(photos[:2].float(), 1 + number * 0.01)
+            total = total + filters.zoom(photos[:2].float(), 1 + number * 0.01)
         assert torch.equal(ours, (total / (zooms + 1)).round().to(torch.uint8))
         same = torch.equal(ours, corrupt(photos[:2], "zoom-blur", severity, 0, ids))
         assert same == (severity > 2)
@@ -296,7 +299,7 @@ def test_glass_blur_keeps_the_pixels(photos: torch.Tensor) -> None:
 
 def test_plasma_spans_zero_to_one_and_smooths_with_decay() -> None:
     noise = rng.uniform(0, torch.arange(6), (64, 64)) * 2 - 1
-    rough, smooth = _filters.plasma(noise, 1.4), _filters.plasma(noise, 3.0)
+    rough, smooth = filters.plasma(noise, 1.4), filters.plasma(noise, 3.0)
     for field in (rough, smooth):
         assert torch.equal(field.amin((1, 2)), torch.zeros(6))
         assert torch.equal(field.amax((1, 2)), torch.ones(6))
@@ -312,8 +315,8 @@ def test_fog_scales_back_and_lowers_contrast(photos: torch.Tensor) -> None:
 
 
 def test_frost_is_the_image_under_a_bluish_texture() -> None:
-    draws = _Draws(0, "frost", torch.arange(40))
-    black = _REGISTRY["frost"].apply(torch.zeros(40, 3, 32, 32), draws, (1.0, 1.0)) / 255
+    draws = Draws(0, "frost", torch.arange(40))
+    black = CORRUPTIONS["frost"](torch.zeros(40, 3, 32, 32), draws, (1.0, 1.0)) / 255
     assert 0.35 < float(black.mean()) < 0.65
     assert float(black.std()) > 0.15
     assert bool((black[:, 2] >= black[:, 0]).all())
@@ -356,10 +359,10 @@ def test_contrast_is_about_the_channel_mean(photos: torch.Tensor, severity: int)
 
 
 def test_elastic_affine_takes_the_moved_points_back() -> None:
-    rows, columns = (t[0] for t in _filters.pixel_grid(torch.zeros(1, 1, 96, 96)))
+    rows, columns = (t[0] for t in filters.pixel_grid(torch.zeros(1, 1, 96, 96)))
     ramps = torch.stack((columns, rows, rows))[None] * 2  # an image that shows where each pixel was read
-    draws = _Draws(0, "elastic", torch.tensor([6]))
-    out = _REGISTRY["elastic"].apply(ramps, draws, (0.0, 0.0, 0.08))[0] / 2
+    draws = Draws(0, "elastic", torch.tensor([6]))
+    out = CORRUPTIONS["elastic"](ramps, draws, (0.0, 0.0, 0.08))[0] / 2
     moves = draws.symmetric("points", (3, 2))[0].numpy() * 96 * 0.08
     points = np.array([[80, 80], [80, 16], [16, 16]], dtype=float)
     for point, move in zip(points, moves, strict=True):
@@ -369,8 +372,8 @@ def test_elastic_affine_takes_the_moved_points_back() -> None:
 
 
 def test_elastic_field_is_scipys(photos: torch.Tensor) -> None:
-    draws, constants = _Draws(0, "elastic", torch.tensor([6])), (0.1, 0.03, 0.0)
-    out = _REGISTRY["elastic"].apply(photos[:1].float(), draws, constants)[0].numpy()
+    draws, constants = Draws(0, "elastic", torch.tensor([6])), (0.1, 0.03, 0.0)
+    out = CORRUPTIONS["elastic"](photos[:1].float(), draws, constants)[0].numpy()
     noise = draws.symmetric("field", (2, 32, 32))[0].double().numpy()
     moves = [ndimage.gaussian_filter(part, 0.96, mode="nearest", truncate=3.0) * 3.2 for part in noise]
     where = np.meshgrid(np.arange(32.0), np.arange(32.0), indexing="ij")
@@ -383,7 +386,7 @@ def test_elastic_field_is_scipys(photos: torch.Tensor) -> None:
 def test_pixelate_is_pillows_box(height: int, width: int) -> None:
     image = photographs(1, 224)[0, :, :height, :width]
     for severity in range(1, 6):
-        fraction = 1 / _REGISTRY["pixelate"].constants(severity, min(height, width))[0]
+        fraction = 1 / SEVERITIES["pixelate"].constants(severity, min(height, width))[0]
         picture = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
         small = picture.resize((int(width * fraction + 1e-9), int(height * fraction + 1e-9)), Image.Resampling.BOX)
         theirs = np.asarray(small.resize((width, height), Image.Resampling.BOX))
@@ -396,7 +399,7 @@ def test_pixelate_is_pillows_box(height: int, width: int) -> None:
 def test_jpeg_is_pillows(height: int, width: int, channels: int) -> None:
     images = photographs(3, 128, channels)[:, :, :height, :width].contiguous()
     for quality in (80, 50, 25, 7):
-        ours = _filters.jpeg(images.float(), quality)
+        ours = filters.jpeg(images.float(), quality)
         for image, got in zip(images, ours, strict=True):
             array = image.permute(1, 2, 0).numpy()
             buffer = io.BytesIO()

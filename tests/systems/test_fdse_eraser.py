@@ -24,7 +24,8 @@ from fedshift.models.mlp import MLP
 from fedshift.models.resnet import ResNet18, ResNet50
 from fedshift.models.vit import ViT
 from fedshift.systems.fdse import eraser as erasure
-from fedshift.systems.fdse.eraser import Eraser, entries, fresh_tracking, inconsistency, with_erasers
+from fedshift.systems.fdse.eraser import Eraser, entries, fresh_tracking, inconsistency
+from fedshift.systems.fdse.surgery import with_erasers
 
 EPS = 1e-5
 WIDTHS = (64, 192, 384, 256, 256, 1024, 1024)  # of AlexNet's blocks

@@ -26,7 +26,7 @@ from fedshift.engines.reference import draws_of, predictions
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.vmapped import Vmapped
 from fedshift.methods.fedavg import FedAvg
-from fedshift.systems.fdse.eraser import with_erasers
+from fedshift.systems.fdse.surgery import with_erasers
 from fedshift.systems.fedthe.adapter import HeadEnsemble
 from fedshift.systems.fedthe.adapter_plus import TunedHeadEnsemble
 from fedshift.systems.fedtta.learned_loss import RATE, fresh

@@ -42,15 +42,6 @@ def _recurrence(inputs: Tensor, start: Tensor, decay: Tensor) -> Tensor:
     return result.reshape(-1, size)[:count]
 
 
-def entropy_slope(logits: Tensor, direction: Tensor) -> Tensor:
-    """The derivative of the entropy of ``softmax(logits)`` along ``direction``: ``-Cov_p(logits, direction)``.
-
-    >>> entropy_slope(torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0]])) < 0   # surer
-    tensor([True])
-    """
-    return -covariance(logits, direction)
-
-
 def covariance(logits: Tensor, direction: Tensor) -> Tensor:
     """``Cov_p(logits, direction)`` with ``p = softmax(logits)``, in as few operations as there can be.
 

@@ -35,9 +35,6 @@ def engine_for(name: str, compute: Compute, has_convolution: bool, clients: int)
     return name, makers[name](compute)
 
 
-PRECISIONS = ("auto", "float32", "tf32", "float64")
-
-
 def compute_for(device: str, precision: str) -> Compute:
     """Where and how numbers are made: ``auto`` is TF32 on a GPU, as torch's own convolutions have it, float32 on a CPU.
 

@@ -19,6 +19,7 @@ from fedshift.core.registry import method
 from fedshift.core.tree import Tensors, Tree, drop, pick, uniform_mean, weighted_mean
 from fedshift.systems.fdse import eraser as erasure
 from fedshift.systems.fdse.consensus import agreed, gram_of
+from fedshift.systems.fdse.surgery import with_erasers
 
 OWN = "own "  # and a client: the slot of its erasers on the server
 
@@ -71,7 +72,7 @@ class FDSE(Method):
         """Erasers in place of layers."""
         expansion, kernel = options.get("expansion", cls.expansion), options.get("kernel", cls.kernel)
         relu, bias = options.get("activation", cls.activation), options.get("bias", cls.bias)
-        return erasure.with_erasers(backbone, expansion, kernel, relu, bias)
+        return with_erasers(backbone, expansion, kernel, relu, bias)
 
     @cached_property
     def blocks(self) -> tuple[str, ...]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedshift.core import rng
+from fedshift.blocks.mlp import drawn_by_torch, perceptron
 from fedshift.core.tree import Tensors
 
 SLOT = "learned-loss"  # where it is deployed
@@ -26,31 +25,29 @@ TINY = 1e-12  # under the root: a norm of zeros has a first derivative, but no s
 def fresh(like: Tensor, classes: int, width: int = HIDDEN) -> Tensors:
     """The network drawn as torch draws linear layers; another start of the run (``like``) draws another.
 
+    >>> import torch
     >>> sum(leaf.numel() for leaf in fresh(torch.ones(2), 10).values())
     2497
     """
-    start, drawn = float(like.flatten()[0]), {}
     sizes = (classes, *[width] * DEPTH, 1)
-    for layer, (inputs, outputs) in enumerate(pairwise(sizes)):
-        for kind, shape in (("weight", (inputs,)), ("bias", ())):
-            name = f"{SLOT}.{layer}.{kind}"
-            u = rng.uniform(rng.seed_of(name, start), torch.arange(outputs), shape)
-            drawn[name] = ((2 * u - 1) / inputs**0.5).to(like)
-    return drawn
+    layers = {f"{SLOT}.{layer}": (writes, reads) for layer, (reads, writes) in enumerate(pairwise(sizes))}
+    return drawn_by_torch(like, layers)
 
 
 def scores(loss: Tensors, logits: Tensor) -> Tensor:
-    """One number for each row of logits: linear layers with ReLU between them."""
-    hidden = logits
-    for layer in range(DEPTH + 1):
-        hidden = F.linear(hidden, loss[f"{SLOT}.{layer}.weight"], loss[f"{SLOT}.{layer}.bias"])
-        hidden = hidden.relu() if layer < DEPTH else hidden
-    return hidden.squeeze(-1)
+    """One number for each row of logits: linear layers with ReLU between them.
+
+    >>> import torch
+    >>> scores(fresh(torch.ones(2), 10), torch.ones(5, 10)).shape
+    torch.Size([5])
+    """
+    return perceptron(loss, SLOT, logits).squeeze(-1)
 
 
 def norms(loss: Tensors, logits: Tensor, size: int) -> Tensor:
     """``sqrt(sum s^2 + 1e-12)`` of every ``size`` rows in their order; a short last chunk has a smaller norm.
 
+    >>> import torch
     >>> constant = {name: torch.zeros_like(leaf) for name, leaf in fresh(torch.ones(2), 3).items()}
     >>> constant[NAMES[-1]] += 1
     >>> norms(constant, torch.zeros(5, 3), 4)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from fedshift.blocks.calibration import calibrated_log, calibration_of
-from fedshift.blocks.home_weight import follow, home_probability
 from fedshift.blocks.mean_views import second_head
 from fedshift.core.adapter import Adapter
 from fedshift.core.arch import Output
 from fedshift.core.options import UnitInterval
 from fedshift.core.registry import adapter
 from fedshift.core.tree import Tree
+from fedshift.systems.ours.home_weight import follow, home_probability
 
 
 @adapter("home-or-away", paper="(fedshift)")

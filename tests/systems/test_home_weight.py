@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedshift.blocks.home_weight import follow, home_probability
+from fedshift.systems.ours.home_weight import follow, home_probability
 
 
 def looped(evidence: list[float], weight: float, rate: float, least: float) -> list[float]:
