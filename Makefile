@@ -6,8 +6,9 @@ INSTALLED := .venv/.installed
 CONSTRAINTS ?= constraints.txt
 # for machines that can fetch nothing: a folder of unpacked wheels beside what their Python has
 WHEELS ?= .wheels
+GPU_PYTHON ?= 3.12
 
-.PHONY: demo quick test test-system test-grid test-long test-all test-kernels gpu gpu-speed docs lint format clean
+.PHONY: demo quick test test-system test-grid test-long test-all test-kernels gpu gpu-speed wheels docs lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/fedshift run
@@ -43,6 +44,12 @@ test-kernels: $(INSTALLED)
 # what CI cannot check; takes any Python that has torch, and installs nothing
 gpu:
 	PYTHONPATH=$(WHEELS):src:. $(PYTHON) benchmarks/gpu.py
+
+# the folder that `make gpu` asks for where the machine with the GPU has torch and no network: carry it there
+wheels: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts --upgrade --target $(WHEELS) --only-binary :all: \
+	  --python-version $(GPU_PYTHON) --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
+	  pydantic loky cloudpickle pytest-xdist
 
 # every number of docs/how-to/speed.md that needs no data set
 gpu-speed:
