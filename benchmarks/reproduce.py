@@ -78,22 +78,30 @@ def within(seconds: float, command: Sequence[str], log: Path, look: Callable[[En
     spent = 0.0
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
-        while spent < seconds:
-            try:
-                code = process.wait(timeout=min(LOOK, seconds - spent))
-                how = "" if code == 0 else _failure(log.read_text(errors="replace").splitlines())
-                return Ended(time.perf_counter() - started, how)
-            except subprocess.TimeoutExpired:
-                spent = time.perf_counter() - started
-                look(Ended(spent, RUNNING))
-        for blow in (signal.SIGINT, signal.SIGKILL):  # first as a user would, so that it can tidy up behind itself
-            try:
-                os.killpg(process.pid, blow)
-                process.wait(timeout=PATIENCE)
-                break
-            except subprocess.TimeoutExpired:
-                continue
+        try:
+            while spent < seconds:
+                try:
+                    code = process.wait(timeout=min(LOOK, seconds - spent))
+                    how = "" if code == 0 else _failure(log.read_text(errors="replace").splitlines())
+                    return Ended(time.perf_counter() - started, how)
+                except subprocess.TimeoutExpired:
+                    spent = time.perf_counter() - started
+                    look(Ended(spent, RUNNING))
+        finally:  # also if this process is asked to end: nobody trains on unseen
+            _end(process)
     return Ended(time.perf_counter() - started, "the time was over")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """A command and its children; first as a user would, so that it can tidy up behind itself."""
+    for blow in (signal.SIGINT, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        try:
+            os.killpg(process.pid, blow)
+            process.wait(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            continue
 
 
 def _failure(lines: Sequence[str]) -> str:

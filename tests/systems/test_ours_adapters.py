@@ -254,7 +254,7 @@ def test_unseen_clients_of_two_digits_gain_far_more_than_by_tent(two_digits: tup
 def test_what_was_measured_travels(two_digits: tuple[Scores, Path]) -> None:
     """Into the artefact, to a client that joins, and into the count of bytes."""
     found, out = two_digits
-    assert found["prior-em"][0].given_bytes == 15 * 4 * (8 * 11 * 12 + 10 + 100 + 3)
+    assert found["prior-em"][0].given_bytes == 15 * 8 * (8 * 11 * 12 + 100 + 3)
     folder = next(path.parent for path in out.rglob("artefacts/*/config.toml"))
     skill = fedshift.load(folder).deployed[SLOT][entry_name("common", "", "skill")]
     assert float(skill[2]) == 15

@@ -122,13 +122,22 @@ class Calibration:
         return Calibration(**{name: leaf.to(device, torch.float64) for name, leaf in self.tensors().items()})
 
 
+def topic(kind: Kind, seen: str) -> str:
+    """What is measured: whose predictions, and what they looked at.
+
+    >>> topic("common", "8 views"), topic("own", "")
+    ('common, 8 views', 'own')
+    """
+    return f"{kind}{seen and ', ' + seen}"
+
+
 def entry_name(kind: Kind, seen: str, name: str) -> str:
     """What is called how in the slot.
 
     >>> entry_name("common", "8 views", "fit")
     'common, 8 views: fit'
     """
-    return f"{kind}{seen and ', ' + seen}: {name}"
+    return f"{topic(kind, seen)}: {name}"
 
 
 def looks_refreshed(adapter: Refreshing) -> str:

@@ -66,7 +66,7 @@ class Remote:
         network = self._network(method)
         packets = {
             name: Packet(
-                kind, {**self._facts(name, plan.ctx, network, locals[name]), "keep": list(self.keep(name))}, down
+                kind, {**self.of_context(name, network, plan.ctx, locals[name]), "keep": list(self.keep(name))}, down
             )
             for name, down in downs.items()
         }
@@ -131,8 +131,14 @@ class Remote:
         """The facts of a packet about the models of one round; ``tree`` is what :meth:`Afar.trained` made."""
         number = Handle.of(tree).models
         assert number is not None
-        ctx = Context(number, self.rounds, self.clients, "final")
-        return self._facts(name, ctx, network, tree)
+        return self.of_context(name, network, Context(number, self.rounds, self.clients, "final"), tree)
+
+    def of_context(self, name: str, network: str, ctx: Context, local: Tree) -> dict[str, Any]:
+        """The facts of a packet: to whom it goes, where in the run it belongs and which local state it is about."""
+        handle = Handle.of(local)
+        where = {"round": ctx.round, "rounds": ctx.rounds, "clients": ctx.clients, "stage": ctx.stage}
+        whose = {"federation": self.terms.federation, "client": name, "network": network}
+        return {**whose, **where, "base": handle.base, "settled": handle.settled}
 
     def expected(self, method: Method, task: Task, ctx: Context, seed: int, name: str, down: Tree) -> Tree:
         """What a party's upload must look like before anything is done to it: only names, shapes and types are right."""
@@ -181,12 +187,6 @@ class Remote:
 
             return keys_like()
         return packed(self.setup.privacy, Frame.of(up, down), up, {})[0]
-
-    def _facts(self, name: str, ctx: Context, network: str, local: Tree) -> dict[str, Any]:
-        handle = Handle.of(local)
-        where = {"round": ctx.round, "rounds": ctx.rounds, "clients": ctx.clients, "stage": ctx.stage}
-        whose = {"federation": self.terms.federation, "client": name, "network": network}
-        return {**whose, **where, "base": handle.base, "settled": handle.settled}
 
     def _network(self, method: Method) -> str:
         return next(name for name, own in self.setup.methods.items() if own is method)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedshift.core.tree import Tree
+from fedshift.core.tree import Tensors, Tree
 from fedshift.errors import UserError
 from fedshift.store.lock import RunLock
 from fedshift.store.trees import load, save
@@ -58,6 +58,18 @@ class Memory:
             if old != self._settled(round_):
                 old.unlink(missing_ok=True)
 
+    def answers(self, round_: int) -> dict[str, Tensors] | None:
+        """How this round's models predicted its validation images, by topic; None if it is not there, or damaged."""
+        return _read(self._answers(round_))
+
+    def keep_answers(self, round_: int, by_topic: Mapping[str, Tensors]) -> None:
+        """Write them beside others of this round, and forget those of other rounds."""
+        self._make()
+        save(self._answers(round_), {"local": {**(self.answers(round_) or {}), **by_topic}}, {"round": round_})
+        for old in self.folder.glob("answers-*.safetensors"):
+            if old != self._answers(round_):
+                old.unlink(missing_ok=True)
+
     def put_aside(self, trees: Mapping[str, Tree]) -> None:
         """Write what is needed until a secure summation is over; what was there is forgotten."""
         self._make()
@@ -91,6 +103,9 @@ class Memory:
 
     def _settled(self, round_: int) -> Path:
         return self.folder / f"settled-{round_:06d}.safetensors"
+
+    def _answers(self, round_: int) -> Path:
+        return self.folder / f"answers-{round_:06d}.safetensors"
 
 
 def _read(path: Path) -> Tree | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedshift.core.tree import Tree
 from fedshift.errors import UserError
 
-Kind: TypeAlias = Literal["hello", "train", "share", "mask", "unmask", "settle", "evaluate", "serve"]
+Kind: TypeAlias = Literal["hello", "train", "share", "mask", "unmask", "settle", "calibrate", "evaluate", "serve"]
 KINDS: tuple[str, ...] = get_args(Kind)
 HELD = "held"  # the slot of a :class:`Handle`
 

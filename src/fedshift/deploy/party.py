@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fedshift
+from fedshift.blocks.calibration import SLOT
 from fedshift.core import rng
+from fedshift.core.adapter import Adapter
 from fedshift.core.context import Context
 from fedshift.core.method import Method
 from fedshift.core.tree import Tree, to
 from fedshift.data.task import Client, Task
+from fedshift.deploy.calibrating import LOOK, message
 from fedshift.deploy.counting import told
 from fedshift.deploy.memory import Memory
 from fedshift.deploy.packet import Packet
-from fedshift.engines.base import Compute, Reply
+from fedshift.engines.base import Compute, Reply, Score
 from fedshift.engines.reference import evaluate, first_local, placed, prepared, settle, work
 from fedshift.engines.schedule import Plan
+from fedshift.engines.sequential import Sequential
 from fedshift.engines.torch_flags import steady
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, Experiment
 from fedshift.privacy.frame import Frame
 from fedshift.privacy.upload import UNSENT, packed, unpacked
+from fedshift.runs.calibrate import Answers, as_unseen
+from fedshift.runs.deployment import admitted, offered, unseen_phases
 from fedshift.runs.setup import Setup
 from fedshift.store.folder import artefacts_folder
+from fedshift.store.metric import VALIDATION
 
 if TYPE_CHECKING:
     from fedshift.deploy.summing import Summand
@@ -73,6 +80,7 @@ class Party:
             "mask": self._summed,
             "unmask": self._summed,
             "settle": self._settle,
+            "calibrate": self._calibrate,
             "evaluate": self._evaluate,
             "serve": self._serve,
         }
@@ -143,19 +151,57 @@ class Party:
         self.memory.keep_settled(packet.facts["round"], to(kept, "cpu"))
         return {"finite": finite, "notes": []}, gift
 
+    def _calibrate(self, packet: Packet) -> tuple[dict[str, Any], Tree]:
+        """Predict its validation images and keep the answers, or tell a sum over what it has kept."""
+        if not self.shares or self.hides:
+            return {"topics": []}, {}
+        number = packet.facts["round"]
+        if packet.facts["ask"] == LOOK:
+            answers = self._answers(packet)
+            self.memory.keep_answers(number, {topic: own._asdict() for topic, own in answers.items()})
+            return {"topics": list(answers)}, {}
+        kept = self.memory.answers(number)
+        if kept is None:
+            raise UserError("its predictions of validation images are not there any more")
+        return {}, message(packet.facts["ask"], {topic: Answers(**own) for topic, own in kept.items()}, packet.tree)
+
+    def _answers(self, packet: Packet) -> dict[str, Answers]:
+        """How it predicts its validation images, by topic; nothing for models that are not offered to unseen clients."""
+        ctx, method = self._where(packet)
+        tree = self._as_unseen(packet) if ctx.stage == "unseen" else self._deployed(packet)
+        if not offered(method, tree):
+            return {}
+        found: dict[str, Answers] = {}
+        for topic, entry in packet.facts["looking"].items():
+            score = self._scores(self.setup.adapter(AdapterSpec(**entry), method), tree, [VALIDATION])[VALIDATION]
+            if (own := Answers.of(score)) is not None:
+                found[topic] = own
+        return found
+
+    def _as_unseen(self, packet: Packet) -> Tree:
+        """What it would serve with if it had never taken part, from its validation images alone."""
+        ctx, method = self._where(packet)
+        task = as_unseen(self._here()[1], validation=True)
+        model = self.setup.initial(self.seed, self.compute)[packet.facts["network"]]
+        engine, plan = Sequential(self.compute), Plan(unseen_phases(method, ctx), ctx, self.seed)
+        trees, _ = admitted(method, model, {self.client.name: self._down(packet)}, task, engine, self.compute, plan)
+        return trees[self.client.name]
+
     def _evaluate(self, packet: Packet) -> tuple[dict[str, Any], Tree]:
         """Let an adapter run along its own streams; only counts are told, and only if it agrees."""
         if not self.shares or self.hides:
             return {"scores": {}}, {}
         _, method = self._where(packet)
         adapter = self.setup.adapter(AdapterSpec(**packet.facts["adapter"]), method)
-        client, task = self._here()
-        ready = prepared(adapter, self._deployed(packet), task, client, self.setup.train.batch_size, self.compute)
-        seed = rng.seed_of(self.seed, "adapter")
-        parts = [part for part in packet.facts["parts"] if part in ("val", "test") or part in task.streams]
-        scores = evaluate(adapter, ready, task, client, parts, seed, self.compute)
-        facts, tree = told({part: score for (_, part), score in scores.items()})
+        parts = [part for part in packet.facts["parts"] if part in (VALIDATION, "test") or part in self.task.streams]
+        facts, tree = told(self._scores(adapter, self._deployed(packet), parts))
         return {"scores": facts}, tree
+
+    def _scores(self, adapter: Adapter, tree: Tree, parts: Sequence[str]) -> dict[str, Score]:
+        client, task = self._here()
+        ready = prepared(adapter, tree, task, client, self.setup.train.batch_size, self.compute)
+        scores = evaluate(adapter, ready, task, client, parts, rng.seed_of(self.seed, "adapter"), self.compute)
+        return {part: score for (_, part), score in scores.items()}
 
     def _serve(self, packet: Packet) -> tuple[dict[str, Any], Tree]:
         """Write the artefact of this round's model into the party's own folder; nothing leaves."""
@@ -229,4 +275,6 @@ class Party:
         kept = self.memory.settled(packet.facts["round"]) if packet.facts["settled"] else None
         if kept is None:
             _, kept, _ = self._settled(packet)
-        return method.deployed(self._down(packet), to(kept, self.compute.device))
+        down = self._down(packet)
+        measured = {SLOT: down.pop(SLOT)} if SLOT in down else {}
+        return {**method.deployed(down, to(kept, self.compute.device)), **measured}

@@ -18,6 +18,7 @@ TYPES: Mapping[str, str] = {
     "mask": "train.mask",
     "unmask": "train.unmask",
     "settle": "train.settle",
+    "calibrate": "evaluate.calibrate",
     "evaluate": "evaluate.evaluate",
     "serve": "query.serve",
 }

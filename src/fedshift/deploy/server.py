@@ -5,16 +5,16 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from fedshift.blocks.calibration import SLOT as CALIBRATION
 from fedshift.deploy.engine import Exchange, Remote, without_handle
 from fedshift.deploy.federation import Federation
 from fedshift.deploy.openings import Openings
 from fedshift.deploy.packet import Packet
-from fedshift.deploy.session import ServerJob, pinned
+from fedshift.deploy.session import ServerJob, entry_of, pinned
 from fedshift.engines.base import Compute
 from fedshift.engines.torch_flags import steady
-from fedshift.experiment.schema import AdapterSpec
+from fedshift.runs.deployment import Snapshot
 from fedshift.runs.finish import finish
 from fedshift.runs.identity import config_of, experiment_of
 from fedshift.runs.new_folder import new_folder
@@ -71,9 +71,12 @@ def _serve(job: ServerJob, engine: Remote, compute: Compute, say: Reporter) -> N
         state = job.folder.best(compute.device, chooser)
         about = {"chooser": chooser, "run": job.title, "selection": "best-val" if validated else "last"}
         packets: dict[str, Packet] = {}
-        for name, tree in session.deploy(state).trained().items():
+        deployment = session.deploy(state)
+        if found := Snapshot.load(job.folder.path, chooser).server.get(CALIBRATION):  # everybody's is the same
+            deployment = deployment.with_calibration(found, 0)
+        for name, tree in deployment.trained().items():
             facts = engine.of_models(name, session.arch_of(job.task.client(name)), tree)
-            listed = {"adapters": [_entry(spec) for spec in adapters]}
+            listed = {"adapters": [entry_of(spec) for spec in adapters]}
             packets[name] = Packet("serve", {**facts, **about, **listed}, without_handle(tree))
         served = engine.asked(packets)
         if missing := [name for name in packets if name not in served]:
@@ -81,10 +84,6 @@ def _serve(job: ServerJob, engine: Remote, compute: Compute, say: Reporter) -> N
                 f"no artefact was written at {', '.join(missing)}: repeat with --resume once they are there, nothing is "
                 "trained again"
             )
-
-
-def _entry(spec: AdapterSpec) -> dict[str, Any]:
-    return {"name": spec.name, **({"label": spec.label} if spec.label else {}), **spec.options()}
 
 
 def offer(folder: RunFolder, target: Path) -> None:

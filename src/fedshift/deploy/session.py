@@ -11,17 +11,22 @@ from typing import Any
 
 import torch
 
+from fedshift.blocks.calibration import SLOT as CALIBRATION
+from fedshift.blocks.calibration import Kind
 from fedshift.core.adapter import Adapter
 from fedshift.core.context import Context
 from fedshift.core.method import Method
 from fedshift.core.tree import Tree, shapes
 from fedshift.data.task import Client, Task
-from fedshift.deploy.engine import Remote
-from fedshift.deploy.packet import Handle
+from fedshift.deploy.calibrating import LOOK, Afield
+from fedshift.deploy.engine import Remote, without_handle
+from fedshift.deploy.packet import Handle, Packet
 from fedshift.engines.base import Compute, Engine, Reply, Score
+from fedshift.experiment.schema import AdapterSpec
 from fedshift.privacy.frame import Frame
 from fedshift.privacy.noise import Noise, secret
 from fedshift.runs.artefact import settings_of
+from fedshift.runs.calibrate import Looking, Measured, measure
 from fedshift.runs.deployment import Deployment
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
@@ -43,7 +48,10 @@ class ServerSession(Session):
         super().__init__(*arguments, **more)
         self._last = last  # after so many rounds its test streams are asked for
         self._deployments: dict[int, Deployment] = {}
-        self._told: dict[tuple[int, str], tuple[tuple[str, ...], dict[tuple[str, str], Score]]] = {}  # parts, scores
+        self._told: dict[
+            tuple[int, str, bool], tuple[tuple[str, ...], dict[tuple[str, str], Score]]
+        ] = {}  # parts, scores
+        self._measured: dict[tuple[int, str], Measured] = {}
 
     def size_of(self, client: Client) -> int:
         """How many images a party says it trains on."""
@@ -64,15 +72,54 @@ class ServerSession(Session):
         task: Task | None = None,
     ) -> dict[tuple[str, str], Score]:
         """Scores by (client, part), of the parties that answer and agree to tell counts."""
-        number = Handle.of(next(iter(deployed.values()))).models
+        one = next(iter(deployed.values()))
+        number = Handle.of(one).models
         assert number is not None
-        key = number, json.dumps({name: settings_of(own) for name, own in adapters.items()}, default=str)
+        how = json.dumps({name: settings_of(own) for name, own in adapters.items()}, default=str)
+        key = number, how, CALIBRATION in one
         asked, known = self._told.get(key, ((), {}))
         wanted = (*parts, VALIDATION, *self.task.streams) if number == self._last else parts
         if missing := [part for part in dict.fromkeys(wanted) if part not in asked]:
             known = {**known, **super().evaluate(adapters, deployed, missing, task)}
             self._told[key] = ((*asked, *missing), known)
         return {(name, part): score for (name, part), score in known.items() if part in parts}
+
+    def measured(self, deployment: Deployment, looking: Looking) -> Measured:
+        """Parties predict with their models, then tell sums; only those that agree to tell counts."""
+        key = deployment.ctx.round, json.dumps({kind: list(specs) for kind, specs in looking.items()})
+        if key not in self._measured:
+            self._measured[key] = self._asked_for_sums(deployment, looking)
+            if not self._measured[key].found:
+                self._note("no party tells sums over its validation images: adapters take probabilities as they are")
+        return self._measured[key]
+
+    def _asked_for_sums(self, deployment: Deployment, looking: Looking) -> Measured:
+        tells: dict[str, dict[str, Any]] = {}
+        for kind, specs in looking.items():
+            listed = {topic: entry_of(spec) for topic, spec in specs.items()}
+            models = self._models(kind, deployment)
+            packets = {
+                name: Packet("calibrate", {**facts, "ask": LOOK, "looking": listed}, tree)
+                for name, (facts, tree) in models.items()
+            }
+            for name, answer in self._remote.asked(packets).items():
+                if answer.facts.get("topics"):
+                    tells[name] = models[name][0]
+        ordered = {client.name: tells[client.name] for client in self.task.clients if client.name in tells}
+        ask = Afield(self._remote.asked, ordered, self.setup.method.arch.classes, self._note)
+        return measure(ask, [topic for specs in looking.values() for topic in specs], ask.classes)
+
+    def _models(self, kind: Kind, deployment: Deployment) -> dict[str, tuple[dict[str, Any], Tree]]:
+        """Facts and tree of a packet with the model that a party would have as an unseen client, or with its own."""
+        remote, found = self._remote, dict[str, tuple[dict[str, Any], Tree]]()
+        if kind == "common" and self.setup.method.personal:
+            ctx = replace(deployment.ctx, stage="unseen")
+            for name, down in self._downs(deployment.server, self.task.clients, ctx).items():
+                found[name] = remote.of_context(name, self.arch_of(self.task.client(name)), ctx, {}), down
+            return found
+        for name, tree in deployment.trained().items():
+            found[name] = remote.of_models(name, self.arch_of(self.task.client(name)), tree), without_handle(tree)
+        return found
 
     def after_local(self, state: State) -> dict[str, Tree]:
         """Parties are not asked to train for a score alone."""
@@ -152,6 +199,11 @@ class ServerSession(Session):
         return self.engine
 
 
+def entry_of(spec: AdapterSpec) -> dict[str, Any]:
+    """An adapter as a packet names it."""
+    return {"name": spec.name, **({"label": spec.label} if spec.label else {}), **spec.options()}
+
+
 def _settles(method: Method, ctx: Context) -> bool:
     """Whether a party has anything to do or to give after the last round."""
     return bool(method.last_phases(ctx)) or type(method).settle is not Method.settle
@@ -165,7 +217,8 @@ class Afar(Deployment):
         """What a party needs to make its model: what it would receive now, and which local state it is to take."""
         handles = {name: replace(Handle.of(local), models=self.ctx.round) for name, local in self.locals.items()}
         broadcast = self.setup.method.broadcast
-        return {name: {**broadcast(self.server, name, self.ctx), **own.slot()} for name, own in handles.items()}
+        downs = {name: {**broadcast(self.server, name, self.ctx), **own.slot()} for name, own in handles.items()}
+        return {name: self._counted(down) for name, down in downs.items()}
 
 
 @dataclass(frozen=True)

@@ -1,85 +1,73 @@
 """How far the models of a round can be believed, measured by the training clients on their validation images.
 
 What a client sends are sums over its images (``blocks/calibration.py``): ten small messages, which a server adds up.
-Adapters that ask for it (``calibrated``) find the result in the slot ``calibration``, also at unseen clients.
+Adapters that ask for it (``calibrated``) find the result in the slot ``calibration``, also at unseen clients. The messages
+are the same on one machine and in a federation; a session knows how to ask for them (``measured``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from fedshift.blocks import calibration as measured
-from fedshift.blocks.calibration import Calibration, Kind, calibrated_log, confusion_of, entry_name, looks_refreshed
+from fedshift.blocks import calibration as sums
+from fedshift.blocks.calibration import Calibration, Kind, calibrated_log, looks_refreshed, topic
 from fedshift.blocks.class_prior import estimate_errors
 from fedshift.blocks.mean_views import looks
 from fedshift.blocks.refreshed_statistics import Refreshing
-from fedshift.core.tree import Tensors, Tree
+from fedshift.core.tree import Tensors
 from fedshift.data.task import Client, Task
+from fedshift.engines.base import Score
 from fedshift.experiment.schema import AdapterSpec
-from fedshift.runs.deployment import Deployment
-from fedshift.runs.session import Session
-from fedshift.store.metric import VALIDATION
 
+if TYPE_CHECKING:
+    from fedshift.runs.deployment import Deployment
+    from fedshift.runs.session import Session
 
-class Answers(NamedTuple):
-    """A client's predictions of its validation images."""
-
-    logits: Tensor
-    labels: Tensor
+Looking: TypeAlias = Mapping[Kind, Mapping[str, AdapterSpec]]
+"""Adapters that only look at images in some way, by topic: of the model of unseen clients, and of clients' own."""
 
 
 class Measured(NamedTuple):
-    """What came of it, and the bytes that every client sent for it."""
+    """What came of it, as it travels, and the bytes that all clients sent for it."""
 
-    calibration: Calibration
-    bytes_each: int
+    found: Tensors
+    bytes: int
 
 
 def calibrated(session: Session, deployment: Deployment, specs: Sequence[AdapterSpec]) -> Deployment:
-    """A deployment with what these adapters want to know; itself if they want nothing."""
-    method = session.setup.method
-    made = [(spec, session.setup.adapter(spec, method)) for spec in specs]
-    wanted = {looks(adapter): _looking(spec) for spec, adapter in made if adapter.calibrated}
-    beside = {looks_refreshed(a): _refreshing(spec, a) for spec, a in made if isinstance(a, Refreshing) and a.refreshes}
-    found: Tensors = {}
-    size = 0
-    for kind, trees in _models(session, deployment) if wanted else ():
-        for word, spec in (wanted | beside if kind == "common" else wanted).items():
-            scores = session.evaluate(session.setup.adapters(spec), trees, [VALIDATION])
-            sound = [score for score in scores.values() if score.samples and not score.broken]
-            answers = [Answers(score.log_probabilities.clamp(min=-100.0), score.labels) for score in sound]
-            calibration, each = measure(answers, method.arch.classes)
-            found |= {entry_name(kind, word, name): leaf for name, leaf in calibration.tensors().items()}
-            size += len(answers) * each
+    """A deployment with what these adapters want to know; itself if they want nothing, or nobody tells."""
+    looking = looking_of(session, specs)
+    found, size = session.measured(deployment, looking) if looking else Measured({}, 0)
     device = session.compute.device
     return deployment.with_calibration({n: leaf.to(device) for n, leaf in found.items()}, size) if found else deployment
 
 
-def measure(clients: Sequence[Answers], classes: int) -> Measured:
-    """What all clients together find; every ``sum`` here is over messages."""
-    plain = Calibration.none(classes)
-    if not clients:
-        return Measured(plain, 0)
-    fit = measured.first_guess(classes)
-    for _ in range(measured.STEPS):
-        sums = sum_of([measured.newton_sums(*client, fit) for client in clients])
-        fit = measured.newton_step(sums, fit)
-    labels = sum_of([torch.bincount(client.labels, minlength=classes).double() for client in clients])
-    confusion = sum_of([confusion_of(calibrated_log(client.logits, fit), client.labels) for client in clients])
-    fitted = Calibration(fit, labels, confusion, plain.skill)
-    skill = sum_of([estimate_errors(calibrated_log(c.logits, fit), c.labels, fitted) for c in clients])
-    numbers = measured.STEPS * (classes + 1) * (classes + 2) + classes + classes**2 + len(skill)
-    return Measured(replace(fitted, skill=skill), 4 * numbers)
+def looking_of(session: Session, specs: Sequence[AdapterSpec]) -> Looking:
+    """How these adapters look at images; nothing if none of them wants to know."""
+    method = session.setup.method
+    made = [(spec, session.setup.adapter(spec, method)) for spec in specs]
+    wanted = {looks(adapter): _looking(spec) for spec, adapter in made if adapter.calibrated}
+    beside = {looks_refreshed(a): _refreshing(spec, a) for spec, a in made if isinstance(a, Refreshing) and a.refreshes}
+    if not wanted:
+        return {}
+    by_kind: dict[Kind, dict[str, AdapterSpec]] = {"common": wanted | beside}
+    if method.personal:
+        by_kind["own"] = wanted
+    return {kind: {topic(kind, word): spec for word, spec in own.items()} for kind, own in by_kind.items()}
 
 
-def sum_of(messages: Sequence[Tensor]) -> Tensor:
-    """All that a server looks at."""
-    return torch.stack(list(messages)).sum(0)
+def as_unseen(task: Task, validation: bool = False) -> Task:
+    """Training clients in the place of unseen ones: with their test images, or those of validation."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    unseen = tuple(
+        Client(client.name, nothing, nothing, client.val if validation else client.test) for client in task.clients
+    )
+    return replace(task, clients=(), unseen=unseen)
 
 
 def _looking(spec: AdapterSpec) -> AdapterSpec:
@@ -94,21 +82,90 @@ def _refreshing(spec: AdapterSpec, adapter: Refreshing) -> AdapterSpec:
     return AdapterSpec(**{**_looking(spec).model_dump(by_alias=True), "name": "fedbn-align", **how})
 
 
-def _models(session: Session, deployment: Deployment) -> Iterator[tuple[Kind, Mapping[str, Tree]]]:
-    """Whose answers: an unseen client's, for whom training clients stand; and their own, where they differ."""
-    trained = deployment.trained()
-    if not session.setup.method.personal:
-        yield "common", trained
-        return
-    if stand_ins := session.unseen(deployment, as_unseen(session.task, validation=True)):
-        yield "common", stand_ins
-    yield "own", trained
+# ---- what a client says --------------------------------------------------------------------------------------------------
+class Answers(NamedTuple):
+    """A client's predictions of its validation images."""
+
+    logits: Tensor
+    labels: Tensor
+
+    @staticmethod
+    def of(score: Score) -> Answers | None:
+        """As they were scored; None where there are none, or some are no numbers."""
+        if not score.samples or score.broken:
+            return None
+        return Answers(score.log_probabilities.clamp(min=-100.0), score.labels)
+
+    @staticmethod
+    def none(classes: int) -> Answers:
+        """Of no image: what is said of them tells what a message looks like."""
+        return Answers(torch.zeros(0, classes), torch.zeros(0, dtype=torch.int64))
 
 
-def as_unseen(task: Task, validation: bool = False) -> Task:
-    """Training clients in the place of unseen ones: with their test images, or those of validation."""
-    nothing = torch.zeros(0, dtype=torch.int64)
-    unseen = tuple(
-        Client(client.name, nothing, nothing, client.val if validation else client.test) for client in task.clients
-    )
-    return replace(task, clients=(), unseen=unseen)
+class Stage(NamedTuple):
+    """One kind of message: what a client says of its answers, and what follows from the sum of what all have said."""
+
+    told: Callable[[Answers, Calibration], Tensor]
+    taken: Callable[[Calibration, Tensor], Calibration]
+
+
+def _told_step(own: Answers, known: Calibration) -> Tensor:
+    return sums.newton_sums(own.logits, own.labels, known.fit)
+
+
+def _told_counts(own: Answers, known: Calibration) -> Tensor:
+    return sums.confusion_of(calibrated_log(own.logits, known.fit), own.labels)
+
+
+def _told_errors(own: Answers, known: Calibration) -> Tensor:
+    return estimate_errors(calibrated_log(own.logits, known.fit), own.labels, known)
+
+
+STAGES: Mapping[str, Stage] = {
+    "step": Stage(_told_step, lambda known, whole: replace(known, fit=sums.newton_step(whole, known.fit))),
+    "counts": Stage(_told_counts, lambda known, whole: replace(known, labels=whole.sum(1), confusion=whole)),
+    "errors": Stage(_told_errors, lambda known, whole: replace(known, skill=whole)),
+}
+ORDER = (*["step"] * sums.STEPS, "counts", "errors")
+
+
+# ---- what the server makes of it -----------------------------------------------------------------------------------------
+class Heard(NamedTuple):
+    """The sum over all clients of what they said, by topic, and the bytes of it all."""
+
+    whole: Tensors
+    bytes: int
+
+
+Ask: TypeAlias = Callable[[str, Mapping[str, Calibration]], Heard]
+"""A stage and what is known so far, by topic; a topic of which nobody said anything is not in the answer."""
+
+
+def measure(ask: Ask, topics: Iterable[str], classes: int) -> Measured:
+    """What all clients together find; sums over them are all that is looked at."""
+    known = dict.fromkeys(topics, replace(Calibration.none(classes), fit=sums.first_guess(classes)))
+    size = 0
+    for stage in ORDER:
+        heard = ask(stage, known)
+        known = {t: STAGES[stage].taken(own, heard.whole[t]) for t, own in known.items() if t in heard.whole}
+        size += heard.bytes
+    return Measured({f"{t}: {name}": leaf for t, own in known.items() for name, leaf in own.tensors().items()}, size)
+
+
+def sum_of(messages: Sequence[Tensor]) -> Tensor:
+    """All that a server looks at."""
+    return torch.stack(list(messages)).sum(0)
+
+
+@dataclass(frozen=True)
+class Nearby:
+    """Clients of this process, asked for their messages."""
+
+    answers: Mapping[str, Sequence[Answers]]  # by topic
+
+    def __call__(self, stage: str, known: Mapping[str, Calibration]) -> Heard:
+        """The sums of what they say."""
+        said = {t: [STAGES[stage].told(own, known[t]) for own in self.answers[t]] for t in known if self.answers[t]}
+        return Heard(
+            {t: sum_of(own) for t, own in said.items()}, sum(leaf.nbytes for own in said.values() for leaf in own)
+        )

@@ -19,7 +19,7 @@ from fedshift.core.context import Context, Phase
 from fedshift.core.method import Method
 from fedshift.core.tree import Tensors, Tree, to
 from fedshift.data.task import Task
-from fedshift.engines.base import Compute, Engine, Reply
+from fedshift.engines.base import Compute, Engine
 from fedshift.engines.reference import first_local
 from fedshift.engines.schedule import Plan
 from fedshift.errors import UserError
@@ -62,18 +62,12 @@ class Deployment:
         for arch, method in self.setup.methods.items():
             members = [client for client in clients if self._network(client.name) == arch]
             downs = {client.name: self.setup.method.broadcast(server, client.name, ctx) for client in members}
-            born = {
-                client.name: first_local(method, initial[arch], task, client, self.seed, ctx, unseen=True)
-                for client in members
-            }
-            own = {name: to(local, compute.device) for name, local in born.items()}
-            replies = self._trained_alone(method, downs, own, task, engine, ctx)
-            failed += [name for name, reply in replies.items() if not reply.finite]
-            kept = {**own, **{name: reply.local for name, reply in replies.items() if reply.finite}}
-            made = {name: self._counted(method.deployed(downs[name], local), "common") for name, local in kept.items()}
-            if not all(set(method.arch.parameters) <= set(tree.get("model", {})) for tree in made.values()):
+            plan = Plan(unseen_phases(method, ctx), ctx, self.seed)
+            made, lost = admitted(method, initial[arch], downs, task, engine, compute, plan)
+            failed += lost
+            if not all(offered(method, tree) for tree in made.values()):
                 return {}, failed
-            trees |= made
+            trees |= {name: self._counted(tree, "common") for name, tree in made.items()}
         return {client.name: trees[client.name] for client in clients}, failed
 
     def with_calibration(self, measured: Tensors, size: int) -> Deployment:
@@ -89,18 +83,6 @@ class Deployment:
     def serving(self, network: str) -> Deployment:
         """The same for unseen clients who all have this network."""
         return replace(self, networks=_Always(network))
-
-    def _trained_alone(
-        self,
-        method: Method,
-        downs: Mapping[str, Tree],
-        own: Mapping[str, Tree],
-        task: Task,
-        engine: Engine,
-        ctx: Context,
-    ) -> dict[str, Reply]:
-        phases = unseen_phases(method, ctx)
-        return engine.train(method, downs, own, task, Plan(phases, ctx, self.seed)) if phases and downs else {}
 
     def _network(self, client: str) -> str:
         return self.networks.get(client, next(iter(self.setup.methods)))
@@ -123,6 +105,23 @@ class _Always(Mapping[str, str]):
 
     def __len__(self) -> int:
         return 0
+
+
+def admitted(
+    method: Method, model: Tensors, downs: Mapping[str, Tree], task: Task, engine: Engine, compute: Compute, plan: Plan
+) -> tuple[dict[str, Tree], list[str]]:
+    """Models of unseen clients that received ``downs``, after what they train without labels, and whose training failed."""
+    born = {n: first_local(method, model, task, task.client(n), plan.seed, plan.ctx, unseen=True) for n in downs}
+    own = {name: to(local, compute.device) for name, local in born.items()}
+    replies = engine.train(method, downs, own, task, plan) if plan.phases and downs else {}
+    kept = {**own, **{name: reply.local for name, reply in replies.items() if reply.finite}}
+    trees = {name: method.deployed(downs[name], local) for name, local in kept.items()}
+    return trees, [name for name, reply in replies.items() if not reply.finite]
+
+
+def offered(method: Method, tree: Tree) -> bool:
+    """Whether this is a whole model: some methods have nothing for clients they have not seen."""
+    return set(method.arch.parameters) <= set(tree.get("model", {}))
 
 
 def unseen_phases(method: Method, ctx: Context) -> tuple[Phase, ...]:

@@ -28,12 +28,14 @@ from fedshift.engines.vmapped.multi_seed import Errand
 from fedshift.privacy.frame import Frame
 from fedshift.privacy.noise import Noise, seeded
 from fedshift.privacy.upload import UNSENT
+from fedshift.runs.calibrate import Answers, Looking, Measured, Nearby, as_unseen, measure
 from fedshift.runs.deployment import Deployment
 from fedshift.runs.memory import memory_so_far, resident_peak
 from fedshift.runs.private import check_given, lots, possible, told_by
 from fedshift.runs.round import Begun, RoundReport, drawn, phases_of, work_in
 from fedshift.runs.setup import Setup
 from fedshift.runs.uploads import Delivered, Sent, Uploads
+from fedshift.store.metric import VALIDATION
 from fedshift.store.state import State
 
 
@@ -251,6 +253,17 @@ class Session:
                 with share_told(sum(shown), lambda share: self._moved(share, False)):
                     scores |= self.engine.evaluate(adapter, ready, task, parts, rng.seed_of(self.seed, "adapter"))
         return scores
+
+    def measured(self, deployment: Deployment, looking: Looking) -> Measured:
+        """How far these models can be believed, by sums that training clients tell of their validation images."""
+        answers: dict[str, list[Answers]] = {}
+        for kind, specs in looking.items():
+            stands_in = kind == "common" and self.setup.method.personal
+            trees = self.unseen(deployment, as_unseen(self.task, True)) if stands_in else deployment.trained()
+            for topic, spec in specs.items():
+                scores = self.evaluate(self.setup.adapters(spec), trees, [VALIDATION]) if trees else {}
+                answers[topic] = [own for score in scores.values() if (own := Answers.of(score)) is not None]
+        return measure(Nearby(answers), answers, self.setup.method.arch.classes)
 
     def prepared(self, adapter: Adapter, tree: Tree, client: Client) -> Tree:
         """A deployed tree with what the adapter makes of the client's training data before (nothing, for most)."""

@@ -1,0 +1,157 @@
+"""What adapters want to know of everybody's validation images, asked over packets: the same as on one machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Message, RecordDict
+
+import fedshift
+from fedshift.blocks.calibration import SLOT
+from fedshift.core.tree import Tensors
+from fedshift.deploy.leaving import leaving
+from fedshift.deploy.records import from_records, to_records
+from fedshift.engines.base import Compute
+from fedshift.engines.sequential import Sequential
+from fedshift.runs.calibrate import calibrated
+from fedshift.runs.deployment import Snapshot
+from fedshift.store.folder import RunFolder
+from tests.deploy.parties import InProcess
+
+pytestmark = pytest.mark.usefixtures("uncounted")
+
+ASKING = [
+    ("fedavg", ["prior-em"]),
+    ("fedavg", [{"name": "prior-em", "views": 2}, {"name": "prior-em", "label": "as they are"}]),
+    ("fedbn", ["prior-em"]),
+    ("fedthe", ["home-or-away", "prior-em"]),
+    ("ours", [{"name": "ours", "batch-size": 2}]),
+]
+
+
+def federation(folder: Path, method: str, adapters: list[Any], **more: Any) -> InProcess:
+    return InProcess.of(folder, method, norm=True, options={"adapters": ["none", *adapters]}, **more)
+
+
+def found_by(folder: RunFolder) -> Tensors:
+    return Snapshot.load(folder.path).server.get(SLOT, {})
+
+
+def gap(one: Tensors, other: Tensors) -> float:
+    assert set(one) == set(other)
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize(("method", "adapters"), ASKING)
+def test_parties_find_out_what_a_simulation_finds_out(method: str, adapters: list[Any], tmp_path: Path) -> None:
+    """And serve with it, as does whoever comes later; its bytes are counted."""
+    fed = federation(tmp_path, method, adapters)
+    folder, log = fed.run()
+    assert not [line for line in log if "left out" in line or "probabilities" in line]
+    session, state = fed.simulated()
+    specs = session.setup.spec.adapters
+    simulated = calibrated(session, session.deploy(state), specs)
+    found = found_by(folder)
+    assert {name.partition(":")[0] for name in found} >= {"common"}
+    assert gap(found, simulated.server[SLOT]) <= 1e-6
+    for client, tree in simulated.trained().items():
+        served = fedshift.load(fed.party(fed.task.client(client)).artefacts / "artefacts")
+        assert gap(served.deployed[SLOT], tree[SLOT]) <= 1e-6
+    nobody = torch.zeros(0, dtype=torch.int64)
+    newcomer = replace(
+        fed.task, clients=(), unseen=(replace(fed.task.clients[0], name="new", train=nobody, val=nobody),)
+    )
+    compute = Compute()
+    trees, _ = Snapshot.load(folder.path).deployment(session.setup).admit(newcomer, Sequential(compute), compute)
+    assert set(trees["new"][SLOT]) == {name for name in found if name.startswith("common")}
+    last = {row.label: row for rows in folder.scores().values() for row in rows if row.selection == "last"}
+    assert {row.given_bytes for row in last.values()} == {simulated.given_bytes}
+
+
+def test_scores_are_those_of_a_simulation(tmp_path: Path) -> None:
+    fed = federation(tmp_path, "fedavg", ["prior-em"])
+    folder, _ = fed.run()
+    session, state = fed.simulated()
+    deployment = calibrated(session, session.deploy(state), session.setup.spec.adapters)
+    (spec,) = (spec for spec in session.setup.spec.adapters if spec.name == "prior-em")
+    scores = session.evaluate(session.setup.adapters(spec), deployment.trained(), ["original"])
+    (row,) = (row for row in folder.scores()["prior-em"] if row.selection == "last" and row.metric.stream == "original")
+    assert {name: own.correct for name, own in row.by_client.items()} == {
+        name: score.correct for (name, _), score in scores.items()
+    }
+
+
+def test_what_leaves_is_what_a_party_was_told_would_leave(tmp_path: Path) -> None:
+    fed = federation(tmp_path, "fedthe", ["home-or-away"])
+    sent: dict[str, int] = {}
+
+    def weigh(name: str, message: Message, content: RecordDict) -> RecordDict:
+        packet = from_records(content)
+        if packet.kind == "calibrate":
+            size = sum(leaf.nbytes for leaves in packet.tree.values() for leaf in leaves.values())
+            sent[name] = sent.get(name, 0) + size
+            shapes = {tuple(leaf.shape) for leaves in packet.tree.values() for leaf in leaves.values()}
+            assert shapes <= {(5, 6), (4, 4), (3,)}  # sums for four classes, and nothing of a single image
+        return content
+
+    fed.tamper = weigh
+    fed.run()
+    party = fed.party(fed.task.clients[0])
+    (told,) = (kind for kind in leaving(party, fed.federation) if kind.when.startswith("once: sums"))
+    assert sent == {client.name: told.bytes for client in fed.task.clients}
+
+
+def test_who_does_not_tell_counts_tells_no_sums(tmp_path: Path) -> None:
+    fed = federation(tmp_path, "fedavg", ["prior-em"])
+    fed.shares = False
+    grid = fed.grid()
+    folder, log = fed.run(grid=grid)
+    assert not found_by(folder)
+    assert len([line for line in log if "no party tells sums over its validation images" in line]) == 1
+    assert not list(tmp_path.rglob("answers-*"))
+    assert [kind for kind in leaving(fed.party(fed.task.clients[0]), fed.federation) if "sums" in kind.when] == []
+
+
+def wrong(name: str, message: Message, content: RecordDict) -> RecordDict | None:
+    """One says odd things, another one nothing."""
+    packet = from_records(content)
+    if packet.kind != "calibrate" or not packet.tree:
+        return content
+    if name == "client-0":
+        return None
+    if name == "client-1":
+        tree = {topic: {own: leaf[:1] for own, leaf in leaves.items()} for topic, leaves in packet.tree.items()}
+        return to_records(replace(packet, tree=tree))
+    return content
+
+
+def test_who_says_odd_things_or_nothing_is_left_out(tmp_path: Path) -> None:
+    fed = federation(tmp_path, "fedavg", ["prior-em"])
+    fed.tamper = wrong
+    folder, log = fed.run()
+    assert [line for line in log if "'client-1' is left out of the calibration: its common/sums is" in line]
+    assert [line for line in log if "'client-0' is left out (calibrate" in line]
+    alone = next(client for client in fed.task.clients if client.name == "client-2")
+    assert found_by(folder)["common: labels"].tolist() == fed.task.labels[alone.val].bincount(minlength=4).tolist()
+
+
+def test_artefacts_that_are_written_later_have_what_was_measured_before(tmp_path: Path) -> None:
+    """Who was away when artefacts were written has the same as all others."""
+    fed = federation(tmp_path, "fedavg", ["prior-em"])
+
+    def deaf(name: str, message: Message, content: RecordDict) -> RecordDict | None:
+        return None if name == "client-2" and from_records(content).kind == "serve" else content
+
+    fed.tamper = deaf
+    folder, log = fed.run()
+    assert [line for line in log if "no artefact was written at client-2" in line]
+    fed.tamper = None
+    away = fed.grid(absent=["client-0", "client-1"])
+    fed.run(resume=True, grid=away)
+    for client in fed.task.clients:
+        served = fedshift.load(fed.party(client).artefacts / "artefacts")
+        assert gap(served.deployed[SLOT], found_by(folder)) == 0
