@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedshift.blocks.calibration import Calibration
-from fedshift.core.tree import Tree
+from fedshift.core.tree import Tensors, Tree
 from fedshift.deploy.checks import check_shape
 from fedshift.deploy.packet import Packet
 from fedshift.errors import UserError
-from fedshift.runs.calibrate import ORDER, STAGES, Answers, Heard, sum_of
+from fedshift.runs.calibrate import ORDER, STAGES, Answers, Heard, sum_of, told, unknown
 
 LOOK = "look"  # asked first, with the models; what is asked then are the stages
 SUMS = "sums"
@@ -20,21 +19,18 @@ SUMS = "sums"
 def message(stage: str, answers: Mapping[str, Answers], known: Tree) -> Tree:
     """What a party says in a stage, of the topics it has something to say about.
 
-    >>> from fedshift.blocks.calibration import first_guess
-    >>> known = {"common": {**Calibration.none(2).tensors(), "fit": first_guess(2)}}
-    >>> {topic: list(said[SUMS].shape) for topic, said in message("step", {"common": Answers.none(2)}, known).items()}
+    >>> said = message("step", {"common": Answers.none(2)}, {"common": unknown(2), "own": unknown(2)})
+    >>> {topic: list(leaves[SUMS].shape) for topic, leaves in said.items()}
     {'common': [3, 4]}
     """
     if stage not in STAGES:
         raise UserError(f"nobody knows what {stage!r} asks for")
-    about = {topic: Calibration(**leaves) for topic, leaves in known.items() if topic in answers}
-    return {topic: {SUMS: STAGES[stage].told(answers[topic], own)} for topic, own in about.items()}
+    return {topic: {SUMS: told(stage, answers[topic], own)} for topic, own in known.items() if topic in answers}
 
 
 def messages_like(topics: Sequence[str], classes: int) -> Tree:
     """All that a party says."""
-    none = {SUMS: Calibration.none(classes).tensors()}
-    said = {stage: message(stage, {SUMS: Answers.none(classes)}, none)[SUMS][SUMS] for stage in STAGES}
+    said = {stage: told(stage, Answers.none(classes), unknown(classes)) for stage in STAGES}
     return {
         "calibration": {f"{topic}: {n} {stage}": said[stage] for topic in topics for n, stage in enumerate(ORDER, 1)}
     }
@@ -49,21 +45,22 @@ class Afield:
     classes: int
     note: Callable[[str], object] = field(default=print, repr=False)
 
-    def __call__(self, stage: str, known: Mapping[str, Calibration]) -> Heard:
+    def __call__(self, stage: str, known: Mapping[str, Tensors]) -> Heard:
         """The sums of what those say that answer; who says something odd is left out."""
-        tree = {topic: own.tensors() for topic, own in known.items()}
+        tree = dict(known)
         packets = {name: Packet("calibrate", {**own, "ask": stage}, tree) for name, own in self.facts.items()}
         answers = self.asked(packets) if known else {}
         like = message(stage, dict.fromkeys(known, Answers.none(self.classes)), tree)
-        sound: list[Tree] = []
-        for name in packets:
-            if name in answers:
-                try:
-                    check_shape(answers[name].tree, {t: own for t, own in like.items() if t in answers[name].tree})
-                except UserError as error:
-                    self.note(f"{name!r} is left out of the calibration: {error}")
-                    continue
-                sound.append(answers[name].tree)
+        heard = {name: answers[name].tree for name in packets if name in answers}
+        sound = [tree for name, tree in heard.items() if self._sound(name, tree, like)]
         said = {topic: [own[topic][SUMS] for own in sound if topic in own] for topic in known}
         size = sum(leaf.nbytes for own in said.values() for leaf in own)
         return Heard({topic: sum_of(own) for topic, own in said.items() if own}, size)
+
+    def _sound(self, name: str, tree: Tree, like: Tree) -> bool:
+        try:
+            check_shape(tree, {topic: leaves for topic, leaves in like.items() if topic in tree})
+        except UserError as error:
+            self.note(f"{name!r} is left out of the calibration: {error}")
+            return False
+        return True

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fedshift
-from fedshift.blocks.calibration import SLOT
 from fedshift.core import rng
 from fedshift.core.adapter import Adapter
 from fedshift.core.context import Context
@@ -30,7 +29,7 @@ from fedshift.experiment.schema import AdapterSpec, Experiment
 from fedshift.privacy.frame import Frame
 from fedshift.privacy.upload import UNSENT, packed, unpacked
 from fedshift.runs.calibrate import Answers, as_unseen
-from fedshift.runs.deployment import admitted, offered, unseen_phases
+from fedshift.runs.deployment import admitted, calibration_in, offered, unseen_phases
 from fedshift.runs.setup import Setup
 from fedshift.store.folder import artefacts_folder
 from fedshift.store.metric import VALIDATION
@@ -276,5 +275,6 @@ class Party:
         if kept is None:
             _, kept, _ = self._settled(packet)
         down = self._down(packet)
-        measured = {SLOT: down.pop(SLOT)} if SLOT in down else {}
-        return {**method.deployed(down, to(kept, self.compute.device)), **measured}
+        measured = calibration_in(down)
+        received = {slot: leaves for slot, leaves in down.items() if slot not in measured}
+        return {**method.deployed(received, to(kept, self.compute.device)), **measured}

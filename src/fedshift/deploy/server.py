@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from fedshift.blocks.calibration import SLOT as CALIBRATION
 from fedshift.deploy.engine import Exchange, Remote, without_handle
 from fedshift.deploy.federation import Federation
 from fedshift.deploy.openings import Openings
@@ -14,7 +14,7 @@ from fedshift.deploy.packet import Packet
 from fedshift.deploy.session import ServerJob, entry_of, pinned
 from fedshift.engines.base import Compute
 from fedshift.engines.torch_flags import steady
-from fedshift.runs.deployment import Snapshot
+from fedshift.runs.deployment import Snapshot, calibration_in
 from fedshift.runs.finish import finish
 from fedshift.runs.identity import config_of, experiment_of
 from fedshift.runs.new_folder import new_folder
@@ -72,8 +72,8 @@ def _serve(job: ServerJob, engine: Remote, compute: Compute, say: Reporter) -> N
         about = {"chooser": chooser, "run": job.title, "selection": "best-val" if validated else "last"}
         packets: dict[str, Packet] = {}
         deployment = session.deploy(state)
-        if found := Snapshot.load(job.folder.path, chooser).server.get(CALIBRATION):  # everybody's is the same
-            deployment = deployment.with_calibration(found, 0)
+        measured = calibration_in(Snapshot.load(job.folder.path, chooser).server)  # everybody's is the same
+        deployment = replace(deployment, server={**deployment.server, **measured})
         for name, tree in deployment.trained().items():
             facts = engine.of_models(name, session.arch_of(job.task.client(name)), tree)
             listed = {"adapters": [entry_of(spec) for spec in adapters]}

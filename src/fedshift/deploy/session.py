@@ -7,12 +7,10 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fedshift.blocks.calibration import SLOT as CALIBRATION
-from fedshift.blocks.calibration import Kind
 from fedshift.core.adapter import Adapter
 from fedshift.core.context import Context
 from fedshift.core.method import Method
@@ -27,7 +25,7 @@ from fedshift.privacy.frame import Frame
 from fedshift.privacy.noise import Noise, secret
 from fedshift.runs.artefact import settings_of
 from fedshift.runs.calibrate import Looking, Measured, measure
-from fedshift.runs.deployment import Deployment
+from fedshift.runs.deployment import Deployment, calibration_in
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
 from fedshift.runs.round import Begun
@@ -36,6 +34,9 @@ from fedshift.runs.uploads import Delivered, common
 from fedshift.store.metric import VALIDATION
 from fedshift.store.state import State
 from fedshift.store.trees import load
+
+if TYPE_CHECKING:
+    from fedshift.blocks.calibration import Kind
 
 
 class ServerSession(Session):
@@ -48,9 +49,8 @@ class ServerSession(Session):
         super().__init__(*arguments, **more)
         self._last = last  # after so many rounds its test streams are asked for
         self._deployments: dict[int, Deployment] = {}
-        self._told: dict[
-            tuple[int, str, bool], tuple[tuple[str, ...], dict[tuple[str, str], Score]]
-        ] = {}  # parts, scores
+        # parts and scores, by round, adapters and whether they have what was measured
+        self._told: dict[tuple[int, str, bool], tuple[tuple[str, ...], dict[tuple[str, str], Score]]] = {}
         self._measured: dict[tuple[int, str], Measured] = {}
 
     def size_of(self, client: Client) -> int:
@@ -76,7 +76,7 @@ class ServerSession(Session):
         number = Handle.of(one).models
         assert number is not None
         how = json.dumps({name: settings_of(own) for name, own in adapters.items()}, default=str)
-        key = number, how, CALIBRATION in one
+        key = number, how, bool(calibration_in(one))
         asked, known = self._told.get(key, ((), {}))
         wanted = (*parts, VALIDATION, *self.task.streams) if number == self._last else parts
         if missing := [part for part in dict.fromkeys(wanted) if part not in asked]:

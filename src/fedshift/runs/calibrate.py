@@ -129,6 +129,20 @@ STAGES: Mapping[str, Stage] = {
 ORDER = (*["step"] * sums.STEPS, "counts", "errors")
 
 
+def told(stage: str, own: Answers, known: Tensors) -> Tensor:
+    """What a client says of its answers in a stage; what is known so far is as it travels.
+
+    >>> [list(told(stage, Answers.none(2), unknown(2)).shape) for stage in STAGES]
+    [[3, 4], [2, 2], [3]]
+    """
+    return STAGES[stage].told(own, Calibration(**known))
+
+
+def unknown(classes: int) -> Tensors:
+    """What is known before anybody has said anything."""
+    return replace(Calibration.none(classes), fit=sums.first_guess(classes)).tensors()
+
+
 # ---- what the server makes of it -----------------------------------------------------------------------------------------
 class Heard(NamedTuple):
     """The sum over all clients of what they said, by topic, and the bytes of it all."""
@@ -137,19 +151,23 @@ class Heard(NamedTuple):
     bytes: int
 
 
-Ask: TypeAlias = Callable[[str, Mapping[str, Calibration]], Heard]
+Ask: TypeAlias = Callable[[str, Mapping[str, Tensors]], Heard]
 """A stage and what is known so far, by topic; a topic of which nobody said anything is not in the answer."""
 
 
 def measure(ask: Ask, topics: Iterable[str], classes: int) -> Measured:
     """What all clients together find; sums over them are all that is looked at."""
-    known = dict.fromkeys(topics, replace(Calibration.none(classes), fit=sums.first_guess(classes)))
+    known = dict.fromkeys(topics, unknown(classes))
     size = 0
     for stage in ORDER:
         heard = ask(stage, known)
-        known = {t: STAGES[stage].taken(own, heard.whole[t]) for t, own in known.items() if t in heard.whole}
+        known = {t: _taken(stage, own, heard.whole[t]) for t, own in known.items() if t in heard.whole}
         size += heard.bytes
-    return Measured({f"{t}: {name}": leaf for t, own in known.items() for name, leaf in own.tensors().items()}, size)
+    return Measured({f"{t}: {name}": leaf for t, own in known.items() for name, leaf in own.items()}, size)
+
+
+def _taken(stage: str, known: Tensors, whole: Tensor) -> Tensors:
+    return STAGES[stage].taken(Calibration(**known), whole).tensors()
 
 
 def sum_of(messages: Sequence[Tensor]) -> Tensor:
@@ -163,9 +181,9 @@ class Nearby:
 
     answers: Mapping[str, Sequence[Answers]]  # by topic
 
-    def __call__(self, stage: str, known: Mapping[str, Calibration]) -> Heard:
+    def __call__(self, stage: str, known: Mapping[str, Tensors]) -> Heard:
         """The sums of what they say."""
-        said = {t: [STAGES[stage].told(own, known[t]) for own in self.answers[t]] for t in known if self.answers[t]}
+        said = {t: [told(stage, own, known[t]) for own in self.answers[t]] for t in known if self.answers[t]}
         return Heard(
             {t: sum_of(own) for t, own in said.items()}, sum(leaf.nbytes for own in said.values() for leaf in own)
         )

@@ -119,6 +119,11 @@ def admitted(
     return trees, [name for name, reply in replies.items() if not reply.finite]
 
 
+def calibration_in(tree: Tree) -> Tree:
+    """The slot with what clients measured on validation images; nothing if nobody did."""
+    return {slot: leaves for slot, leaves in tree.items() if slot == CALIBRATION}
+
+
 def offered(method: Method, tree: Tree) -> bool:
     """Whether this is a whole model: some methods have nothing for clients they have not seen."""
     return set(method.arch.parameters) <= set(tree.get("model", {}))
