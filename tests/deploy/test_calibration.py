@@ -14,15 +14,19 @@ import fedshift
 from fedshift.blocks.calibration import SLOT
 from fedshift.core.tree import Tensors
 from fedshift.deploy.leaving import leaving
+from fedshift.deploy.packet import Packet
 from fedshift.deploy.records import from_records, to_records
 from fedshift.engines.base import Compute
 from fedshift.engines.sequential import Sequential
 from fedshift.runs.calibrate import calibrated
 from fedshift.runs.deployment import Snapshot
+from fedshift.runs.session import Session
 from fedshift.store.folder import RunFolder
-from tests.deploy.parties import InProcess
+from tests.deploy.parties import TRAIN, InProcess, whole_task
 
 pytestmark = pytest.mark.usefixtures("uncounted")
+UNIFORM = {**TRAIN, "weights": "uniform"}
+SECURE = {"clip": 50.0, "secure": True}
 
 ASKING = [
     ("fedavg", ["prior-em"]),
@@ -111,7 +115,7 @@ def test_who_does_not_tell_counts_tells_no_sums(tmp_path: Path) -> None:
     grid = fed.grid()
     folder, log = fed.run(grid=grid)
     assert not found_by(folder)
-    assert len([line for line in log if "no party tells sums over its validation images" in line]) == 1
+    assert len([line for line in log if "nothing is known of validation images" in line]) == 1
     assert not list(tmp_path.rglob("answers-*"))
     assert [kind for kind in leaving(fed.party(fed.task.clients[0]), fed.federation) if "sums" in kind.when] == []
 
@@ -155,3 +159,87 @@ def test_artefacts_that_are_written_later_have_what_was_measured_before(tmp_path
     for client in fed.task.clients:
         served = fedshift.load(fed.party(client).artefacts / "artefacts")
         assert gap(served.deployed[SLOT], found_by(folder)) == 0
+
+
+# ---- behind masks --------------------------------------------------------------------------------------------------------
+def secure_federation(folder: Path, parties: tuple[int, ...] = (17, 7, 12), **more: Any) -> InProcess:
+    return federation(
+        folder, "fedavg", ["prior-em"], train=UNIFORM, privacy=SECURE, rounds=1, task=whole_task(parties), **more
+    )
+
+
+def test_behind_masks_the_same_is_found(tmp_path: Path) -> None:
+    """As in a simulation with masks, and as in one without; all that leaves is what a party was shown before."""
+    fed = secure_federation(tmp_path)
+    heard: list[Packet] = []
+    fed.tamper = lambda *reply: heard.append(from_records(reply[-1])) or reply[-1]
+    folder, _ = fed.run()
+    session, state = fed.simulated()
+    specs = session.setup.spec.adapters
+    simulated = calibrated(session, session.deploy(state), specs)
+    found = found_by(folder)
+    assert gap(found, simulated.server[SLOT]) <= 1e-6
+    open_ = calibrated(replace_privacy(session), session.deploy(state), specs)
+    assert gap(found, open_.server[SLOT]) <= 1e-5
+    assert int(found["common: labels"].sum().round()) == sum(len(client.val) for client in fed.task.clients)
+    said = [packet.tree for packet in heard if packet.kind in ("calibrate", "share", "mask", "unmask")]
+    assert not any(leaf.is_floating_point() for tree in said for leaves in tree.values() for leaf in leaves.values())
+    every = leaving(fed.party(fed.task.clients[0]), fed.federation)
+    assert sum(kind.bytes for kind in every) * 3 == sum(
+        leaf.nbytes
+        for packet in heard
+        if packet.kind in ("train", "calibrate", "share", "mask", "unmask")
+        for leaves in packet.tree.values()
+        for leaf in leaves.values()
+    )
+    last = [row for rows in folder.scores().values() for row in rows if row.selection == "last"]
+    assert {row.given_bytes for row in last if row.label == "prior-em"} == {simulated.given_bytes}
+
+
+def replace_privacy(session: Session) -> Session:
+    setup = replace(session.setup, privacy=None)
+    return Session(setup, session.task, session.engine, session.compute, session.seed, session.rounds)
+
+
+@pytest.mark.parametrize("kind", ["evaluate.calibrate", "train.share", "train.mask"])
+def test_who_is_lost_between_two_sums_ends_them(kind: str, tmp_path: Path) -> None:
+    """Two sums of nearly the same, with somebody and without him, would tell what he said."""
+    fed = secure_federation(tmp_path, (9, 7, 8, 6, 5))
+    seen: list[str] = []
+    opened: list[str] = []
+
+    def lose(name: str, message: Message, content: RecordDict) -> RecordDict | None:
+        own = message.metadata.message_type
+        if own == "train.unmask":
+            opened.append(name)
+        if name != "client-1" or own != kind:
+            return content
+        seen.append(name)
+        return None if len(seen) > 2 else content  # a look and a sum, or a round and a sum
+
+    fed.tamper = lose
+    folder, log = fed.run()
+    assert not found_by(folder)
+    assert len(opened) == 2 * 5  # of the round and of the first sum; the second one stayed closed
+    assert [line for line in log if "sums over validation images: " in line]
+    assert [line for line in log if "nothing is known of validation images" in line]
+
+
+def test_a_sum_that_was_garbled_is_not_used(tmp_path: Path) -> None:
+    fed = secure_federation(tmp_path)
+    seen: list[str] = []
+
+    def garble(name: str, message: Message, content: RecordDict) -> RecordDict:
+        packet = from_records(content)
+        if packet.kind != "mask" or name != "client-1":
+            return content
+        seen.append(name)
+        if len(seen) == 1:  # of the round
+            return content
+        words = packet.tree["words"]["words"].roll(1)
+        return to_records(replace(packet, tree={"words": {"words": words}}))
+
+    fed.tamper = garble
+    folder, log = fed.run()
+    assert not found_by(folder)
+    assert [line for line in log if "it is garbled and not used" in line]

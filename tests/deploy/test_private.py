@@ -19,6 +19,7 @@ from fedshift.deploy.server import offer
 from fedshift.deploy.summing import Summand
 from fedshift.errors import UserError
 from fedshift.privacy.accountant import Accountant
+from fedshift.privacy.coding import Updates
 from fedshift.privacy.settings import Privacy
 from fedshift.store.folder import RunFolder
 from tests.deploy.parties import TRAIN, InProcess, whole_task
@@ -271,7 +272,7 @@ def test_who_gets_the_model_is_not_told_who_took_part(tmp_path: Path, hides: boo
 def test_every_phase_of_a_summation_is_answered_once(tmp_path: Path) -> None:
     """A second answer to the same question would have other noise under the same masks."""
     privacy = Privacy(clip=1.0, noise=1.0, secure=True)
-    parties = [Summand(privacy, Memory(tmp_path / str(k)), b"x") for k in range(3)]
+    parties = [Summand(privacy, Memory(tmp_path / str(k)), b"x", Updates(privacy)) for k in range(3)]
     keys = {f"{k}/{kind}": key for k, party in enumerate(parties)
             for kind, key in party.advertise(torch.zeros(5))["keys"].items()}  # fmt: skip
     share = [Packet("share", {"number": k}, {"keys": keys}) for k in range(3)]

@@ -18,6 +18,7 @@ from fedshift.deploy.packet import Packet
 from fedshift.deploy.records import from_records, to_records
 from fedshift.deploy.summing import Summand
 from fedshift.errors import UserError
+from fedshift.privacy.coding import Updates
 from fedshift.privacy.letters import known
 from fedshift.privacy.settings import Privacy
 from tests.deploy.parties import whole_task
@@ -197,7 +198,8 @@ class Asked:
     """Parties as a server sees them; what each of them ever tells of each other one is written down."""
 
     def __init__(self, folder: Path, count: int = 5) -> None:
-        self.parties = [Summand(Privacy(clip=1.0, secure=True), Memory(folder / str(k)), b"x") for k in range(count)]
+        privacy = Privacy(clip=1.0, secure=True)
+        self.parties = [Summand(privacy, Memory(folder / str(k)), b"x", Updates(privacy)) for k in range(count)]
         self.keys = {
             f"{k}/{kind}": key
             for k, party in enumerate(self.parties)

@@ -159,7 +159,7 @@ REFUSED = {
     "so sampling hides": {"privacy": {"clip": 1.0, "secure": True, "sampling": "poisson"}, "participation": 0.9},
     "least must be 3 or more, more than half": {"privacy": {"clip": 1.0, "secure": True, "least": 2}},
     "has no option 'clipping'": {"privacy": {"clipping": 1.0}},
-    "stay at home here": {"method": [{"name": "fedavg", "adapters": ["prior-em"]}]},
+    "to which none is added": {"method": [{"name": "fedavg", "adapters": ["prior-em"]}]},
 }
 
 

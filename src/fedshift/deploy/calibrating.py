@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedshift.core.tree import Tensors, Tree
 from fedshift.deploy.checks import check_shape
 from fedshift.deploy.packet import Packet
 from fedshift.errors import UserError
-from fedshift.runs.calibrate import ORDER, STAGES, Answers, Heard, sum_of, told, unknown
+from fedshift.runs.calibrate import ORDER, STAGES, Answers, Heard, parted, sum_of, told, unknown, vector_of
+
+if TYPE_CHECKING:
+    from fedshift.deploy.engine import Remote
 
 LOOK = "look"  # asked first, with the models; what is asked then are the stages
 SUMS = "sums"
@@ -36,6 +39,20 @@ def messages_like(topics: Sequence[str], classes: int) -> Tree:
     }
 
 
+def veiled_like(topics: Sequence[str], classes: int, parties: int) -> Tree:
+    """All that a party sends if nobody but a secure summation may look into what it says."""
+    from fedshift.deploy.summing import sent_like  # most federations need no cryptography of ours
+    from fedshift.privacy.coding import Tallies
+
+    known = {topic: unknown(classes) for topic in topics}
+    lengths = [Tallies().length(len(vector_of(stage, {}, known))) for stage in ORDER]
+    sent = [sent_like(length, parties) for length in lengths]
+    return {
+        slot: {f"{number} {name}": leaf for number, own in enumerate(sent, 1) for name, leaf in own[slot].items()}
+        for slot in sent[0]
+    }
+
+
 @dataclass(frozen=True)
 class Afield:
     """Parties that have predicted their validation images, asked for their messages."""
@@ -45,7 +62,7 @@ class Afield:
     classes: int
     note: Callable[[str], object] = field(default=print, repr=False)
 
-    def __call__(self, stage: str, known: Mapping[str, Tensors]) -> Heard:
+    def __call__(self, _: int, stage: str, known: Mapping[str, Tensors]) -> Heard:
         """The sums of what those say that answer; who says something odd is left out."""
         tree = dict(known)
         packets = {name: Packet("calibrate", {**own, "ask": stage}, tree) for name, own in self.facts.items()}
@@ -64,3 +81,30 @@ class Afield:
             self.note(f"{name!r} is left out of the calibration: {error}")
             return False
         return True
+
+
+@dataclass(frozen=True)
+class Veiled:
+    """The same behind a secure summation: the server learns sums over all of them, or nothing."""
+
+    remote: Remote
+    facts: Mapping[str, Mapping[str, Any]]  # to whom a packet goes, by party
+    where: int  # after how many rounds
+
+    def __call__(self, number: int, stage: str, known: Mapping[str, Tensors]) -> Heard:
+        """A summation for every stage; raises if a party is lost that was there in the beginning."""
+        from fedshift.deploy.summing import keys_like  # most federations need no cryptography of ours
+
+        what = f"calibrate {number}"
+        packets = {
+            name: Packet("calibrate", {**own, "ask": stage, "summation": what}, dict(known))
+            for name, own in self.facts.items()
+        }
+        answers = self.remote.asked(packets)
+        if lost := [repr(name) for name in packets if name not in answers]:
+            raise UserError(f"{', '.join(lost)} did not answer")
+        keys = {name: answers[name].tree for name in packets}
+        for tree in keys.values():
+            check_shape(tree, keys_like())
+        whole, weight = self.remote.tallied(keys, self.where, what, len(vector_of(stage, {}, known)))
+        return Heard(parted(stage, whole, known), weight)

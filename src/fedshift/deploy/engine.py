@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from fedshift.core.adapter import Adapter
 from fedshift.core.context import Context
 from fedshift.core.method import Method
@@ -155,20 +157,41 @@ class Remote:
         The parties, of whatever networks, have trained in round ``where`` (from 0) and sent their keys.
         """
         from fedshift.deploy.summing import Sums, session_of  # most federations need no cryptography of ours
+        from fedshift.privacy.coding import Updates
 
         assert self.setup.privacy is not None
         keys = {name: reply.up for name, reply in replies.items() if reply.finite}
         session = session_of(self.terms.federation, where)
-        sums = Sums(self.setup.privacy, self.asked, session, size, self.opening, self.note)
-        whose = {"federation": self.terms.federation, "round": where}
+        coding = Updates(self.setup.privacy)
+        sums = Sums(self.setup.privacy, self.asked, session, size, coding, self.opening, self.note)
         try:
-            total, survivors = sums.total(keys, lambda name: {**whose, "client": name})
+            total, survivors = sums.total(keys, self._whose(where))
         except UserError as error:
             raise UserError(f"round {where + 1}: {error}; {GO_ON}") from None
         there = {name: replace(replies[name], up=total) for name in survivors}
         return {name: there.get(name, reply) for name, reply in replies.items() if name in there or not reply.finite}
 
+    def tallied(self, keys: Mapping[str, Tree], where: int, what: str, size: int) -> tuple[Tensor, int]:
+        """The sum of what all parties whose keys these are counted, and the bytes they sent for it.
+
+        If one of them is lost on the way nobody learns anything: two sums of nearly the same, among different parties,
+        would tell what somebody said.
+        """
+        from fedshift.deploy.summing import SUM, Sums, session_of
+        from fedshift.privacy.coding import Tallies
+
+        assert self.setup.privacy is not None
+        session = session_of(self.terms.federation, where, what)
+        sums = Sums(self.setup.privacy, self.asked, session, size, Tallies(), lambda: None, self.note, everybody=True)
+        found = sums.total(keys, self._whose(where, summation=what))[0][SUM]
+        return found["total"], int(found["up"])
+
     # ---- inner ---------------------------------------------------------------------------------------------------------
+    def _whose(self, where: int, **more: str) -> Callable[[str], dict[str, Any]]:
+        """To whom a packet of a secure summation goes."""
+        whose = {"federation": self.terms.federation, "round": where, **more}
+        return lambda name: {**whose, "client": name}
+
     @property
     def _least(self) -> int:
         """How many sound replies a round needs: a secure summation takes some, however few it is among.

@@ -9,7 +9,7 @@ import torch
 
 from fedshift.core.context import Context
 from fedshift.core.tree import Tree
-from fedshift.deploy.calibrating import messages_like
+from fedshift.deploy.calibrating import messages_like, veiled_like
 from fedshift.deploy.checks import Entry, entries, rehearsed
 from fedshift.deploy.counting import told
 from fedshift.deploy.federation import Federation
@@ -67,10 +67,11 @@ def leaving(party: Party, federation: Federation) -> list[Leaving]:
         blank = Score(1, 0, 0.0, log_probabilities=_blank(method.arch.classes), labels=party.task.labels[:1] * 0)
         counts = told(dict.fromkeys(("val", *party.task.streams), blank))[1]
         told_of.append(Leaving("with every evaluation: counts of answers, no image's own", entries(counts)))
-        if looking := looking_of(session, party.setup.spec.adapters):
-            topics = [topic for specs in looking.values() for topic in specs]
-            sums = messages_like(topics, method.arch.classes)
-            told_of.append(Leaving("once: sums over validation images, for adapters that ask", entries(sums)))
+    looking = looking_of(session, party.setup.spec.adapters) if party.tallies else {}
+    if topics := [topic for specs in looking.values() for topic in specs]:
+        classes = method.arch.classes
+        sums = veiled_like(topics, classes, clients) if party.hides else messages_like(topics, classes)
+        told_of.append(Leaving("once: sums over validation images, for adapters that ask", entries(sums)))
     return told_of
 
 

@@ -28,7 +28,7 @@ from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, Experiment
 from fedshift.privacy.frame import Frame
 from fedshift.privacy.upload import UNSENT, packed, unpacked
-from fedshift.runs.calibrate import Answers, as_unseen
+from fedshift.runs.calibrate import Answers, as_unseen, vector_of
 from fedshift.runs.deployment import admitted, calibration_in, offered, unseen_phases
 from fedshift.runs.setup import Setup
 from fedshift.store.folder import artefacts_folder
@@ -61,6 +61,12 @@ class Party:
     def hides(self) -> bool:
         """Whether the server may see sums only, and hence no loss, no size and no counts of this party."""
         return self.setup.privacy is not None and self.setup.privacy.sums
+
+    @property
+    def tallies(self) -> bool:
+        """Whether sums over its validation images may leave: as they are, or behind masks if it hides everything else."""
+        privacy = self.setup.privacy
+        return self.shares and (privacy is None or not privacy.noise)
 
     def answer(self, packet: Packet) -> Packet:
         """Do what a packet asks for, and say what came of it.
@@ -137,10 +143,13 @@ class Party:
 
     def _summand(self, packet: Packet) -> Summand:
         from fedshift.deploy.summing import Summand, session_of  # most federations need no cryptography of ours
+        from fedshift.privacy.coding import Tallies, Updates
 
-        if self.setup.privacy is None or not self.setup.privacy.secure:
+        privacy, what = self.setup.privacy, str(packet.facts.get("summation", ""))
+        if privacy is None or not privacy.secure:
             raise UserError("this federation has not agreed on a secure summation")
-        return Summand(self.setup.privacy, self.memory, session_of(self.federation, int(packet.facts["round"])))
+        session = session_of(self.federation, int(packet.facts["round"]), what)
+        return Summand(privacy, self.memory, session, Tallies() if what else Updates(privacy))
 
     def _settle(self, packet: Packet) -> tuple[dict[str, Any], Tree]:
         """The last phases of this round's models: what it gives away travels, what it keeps is put aside."""
@@ -151,18 +160,21 @@ class Party:
         return {"finite": finite, "notes": []}, gift
 
     def _calibrate(self, packet: Packet) -> tuple[dict[str, Any], Tree]:
-        """Predict its validation images and keep the answers, or tell a sum over what it has kept."""
-        if not self.shares or self.hides:
+        """Predict its validation images and keep the answers, or tell sums over what it has kept."""
+        if not self.tallies:
             return {"topics": []}, {}
         number = packet.facts["round"]
         if packet.facts["ask"] == LOOK:
             answers = self._answers(packet)
             self.memory.keep_answers(number, {topic: own._asdict() for topic, own in answers.items()})
-            return {"topics": list(answers)}, {}
+            return {"topics": list(packet.facts["looking"] if self.hides else answers)}, {}
         kept = self.memory.answers(number)
         if kept is None:
             raise UserError("its predictions of validation images are not there any more")
-        return {}, message(packet.facts["ask"], {topic: Answers(**own) for topic, own in kept.items()}, packet.tree)
+        known = {topic: Answers(**own) for topic, own in kept.items()}
+        if self.hides:
+            return {}, self._summand(packet).advertise(vector_of(packet.facts["ask"], known, packet.tree))
+        return {}, message(packet.facts["ask"], known, packet.tree)
 
     def _answers(self, packet: Packet) -> dict[str, Answers]:
         """How it predicts its validation images, by topic; nothing for models that are not offered to unseen clients."""

@@ -16,10 +16,11 @@ from fedshift.core.context import Context
 from fedshift.core.method import Method
 from fedshift.core.tree import Tree, shapes
 from fedshift.data.task import Client, Task
-from fedshift.deploy.calibrating import LOOK, Afield
+from fedshift.deploy.calibrating import LOOK, Afield, Veiled
 from fedshift.deploy.engine import Remote, without_handle
 from fedshift.deploy.packet import Handle, Packet
 from fedshift.engines.base import Compute, Engine, Reply, Score
+from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec
 from fedshift.privacy.frame import Frame
 from fedshift.privacy.noise import Noise, secret
@@ -90,7 +91,7 @@ class ServerSession(Session):
         if key not in self._measured:
             self._measured[key] = self._asked_for_sums(deployment, looking)
             if not self._measured[key].found:
-                self._note("no party tells sums over its validation images: adapters take probabilities as they are")
+                self._note("nothing is known of validation images: adapters take probabilities as they are")
         return self._measured[key]
 
     def _asked_for_sums(self, deployment: Deployment, looking: Looking) -> Measured:
@@ -106,8 +107,14 @@ class ServerSession(Session):
                 if answer.facts.get("topics"):
                     tells[name] = models[name][0]
         ordered = {client.name: tells[client.name] for client in self.task.clients if client.name in tells}
-        ask = Afield(self._remote.asked, ordered, self.setup.method.arch.classes, self._note)
-        return measure(ask, [topic for specs in looking.values() for topic in specs], ask.classes)
+        topics, classes = [topic for specs in looking.values() for topic in specs], self.setup.method.arch.classes
+        if not self._remote.secure or not ordered:
+            return measure(Afield(self._remote.asked, ordered, classes, self._note), topics, classes)
+        try:
+            return measure(Veiled(self._remote, ordered, deployment.ctx.round), topics, classes)
+        except UserError as error:
+            self._note(f"sums over validation images: {error}")
+            return Measured({}, 0)
 
     def _models(self, kind: Kind, deployment: Deployment) -> dict[str, tuple[dict[str, Any], Tree]]:
         """Facts and tree of a packet with the model that a party would have as an unseen client, or with its own."""

@@ -18,13 +18,12 @@ from fedshift.core.tree import Tensors, Tree
 from fedshift.deploy.memory import Memory
 from fedshift.deploy.packet import Kind, Packet
 from fedshift.errors import UserError
+from fedshift.privacy.coding import Coding
 from fedshift.privacy.compression import message_bytes
 from fedshift.privacy.letters import LETTER_BYTES, Letters, right_shares
-from fedshift.privacy.noise import secret
 from fedshift.privacy.secure_sum import Keys, Member, total_of
 from fedshift.privacy.settings import Privacy
 from fedshift.privacy.sharing import SHARE_BYTES
-from fedshift.privacy.upload import check_sum, code_of, words_of
 
 SUM, KEYS, LETTERS, SHARES, WORDS = "sum", "keys", "letters", "shares", "words"
 
@@ -53,9 +52,10 @@ class Summand:
     privacy: Privacy
     memory: Memory
     session: bytes
+    coding: Coding
 
     def advertise(self, update: Tensor) -> Tree:
-        """Put the update aside with new secrets; their public keys travel."""
+        """Put the vector aside with new secrets; their public keys travel."""
         member = Member(0, 0, self.session)
         secrets = {name: _tensor(getattr(member, name)) for name in ("mask_secret", "letter_secret", "own_mask")}
         about = {"session": _tensor(self.session)}
@@ -78,13 +78,13 @@ class Summand:
         return {LETTERS: {str(other): _tensor(letter) for other, letter in letters.items()}}
 
     def mask(self, packet: Packet) -> Tree:
-        """The update behind its masks, with this party's part of the noise."""
+        """The vector behind its masks."""
         with self.memory.alone():
             aside = self._aside("own", "shared")
             keys, member = self._again(aside)
             letters = packet.tree[LETTERS]
             update = aside["own"]["update"]["values"]
-            words = words_of(self.privacy, update, len(keys), secret, ())
+            words = self.coding.words(update, len(keys))
             masked = member.mask(keys, _letters(letters), words)
             self.memory.put_aside({**aside, "masked": {LETTERS: letters}})
         return {WORDS: {WORDS: torch.from_numpy(masked.view(np.int32))}}
@@ -126,9 +126,11 @@ class Sums:
     privacy: Privacy
     ask: Callable[[Mapping[str, Packet]], Mapping[str, Packet]]
     session: bytes
-    size: int  # of an update
+    size: int  # of a vector
+    coding: Coding
     opening: Callable[[], object]  # called before the sum is known
     note: Callable[[str], object]
+    everybody: bool = False  # nobody may be lost before it is known
 
     def total(self, sent: Mapping[str, Tree], facts: Callable[[str], dict[str, Any]]) -> tuple[Tree, list[str]]:
         """The sum, as a tree with what its messages weighed, and whose it is.
@@ -136,6 +138,7 @@ class Sums:
         ``sent`` has the keys of those that have trained, ``facts`` say to whom a packet goes.
         """
         names, weight = list(sent), [0, 0]  # bytes up and down
+        length = self.coding.length(self.size)
 
         def asked(
             kind: Kind, slot: str, trees: Mapping[int, Tree], about: Callable[[int], dict[str, Any]]
@@ -157,21 +160,19 @@ class Sums:
         words = {
             k: own[WORDS].numpy().view(np.uint32)
             for k, own in masked.items()
-            if WORDS in own and own[WORDS].dtype == torch.int32 and own[WORDS].shape == (self.size,)
+            if WORDS in own and own[WORDS].dtype == torch.int32 and own[WORDS].shape == (length,)
         }
         threshold = self.privacy.threshold(len(names))
-        if len(words) < threshold:
-            raise UserError(f"a secure summation needs {threshold} parties; {len(words)} are left")
+        if len(words) < (needed := len(names) if self.everybody else threshold):
+            raise UserError(f"a secure summation needs {needed} parties; {len(words)} are left")
         self.opening()
         opened = asked("unmask", SHARES, {k: {} for k in words}, lambda _: {"survivors": list(words)})
         shares = {k: _letters(own) for k, own in opened.items() if set(own) <= {str(j) for j in letters}}
         envelopes = {k: _letters(own) for k, own in letters.items()}
         self._say_false(names, envelopes, list(words), shares)
         keys, called = _keys(advertised), lambda k: repr(names[k])
-        total = code_of(self.privacy, len(names)).decode(
-            total_of(keys, envelopes, words, shares, threshold, self.session, called)
-        )
-        check_sum(self.privacy, total, len(words), len(names))
+        whole = total_of(keys, envelopes, words, shares, threshold, self.session, called)
+        total = self.coding.total(whole, len(words), len(names))
         weight[0] += sum(message_bytes(tree) for tree in sent.values())
         found = {"total": total, "up": torch.tensor(weight[0]), "down": torch.tensor(weight[1])}
         return {SUM: found}, [names[k] for k in words]
@@ -197,9 +198,13 @@ class Sums:
                 self.note(f"{names[teller]!r} could not read what {', '.join(untold)} dealt it for a secure summation")
 
 
-def session_of(federation: str, round_: int) -> bytes:
-    """Which summation it is."""
-    return f"{federation} {round_}".encode()
+def session_of(federation: str, round_: int, what: str = "") -> bytes:
+    """Which summation it is: of a round's uploads, or of ``what``.
+
+    >>> session_of("f", 3), session_of("f", 3, "calibrate 1")
+    (b'f 3', b'f 3 calibrate 1')
+    """
+    return f"{federation} {round_}{what and ' ' + what}".encode()
 
 
 def _keys(leaves: Tensors) -> dict[int, Keys]:

@@ -39,3 +39,36 @@ class FixedPoint:
     def decode(self, total: Words) -> Tensor:
         """What a sum of words says."""
         return torch.from_numpy(total.view(np.int32).astype(np.float64)) * self.step
+
+
+@dataclass(frozen=True)
+class Wide:
+    """Numbers of very different size: as many coarse steps as fit, in one word, and what is left of each, in another.
+
+    >>> code = Wide(bound=1e10, parties=2)
+    >>> words = code.encode(torch.tensor([123456.75, 1e9])) + code.encode(torch.tensor([0.125, 1.0]))
+    >>> code.decode(words).round(decimals=3).tolist()
+    [123456.875, 1000000001.0]
+    """
+
+    bound: float
+    parties: int
+
+    def encode(self, vector: Tensor) -> Words:
+        """Twice as many words as numbers."""
+        coarse = self._coarse.encode(vector)
+        left = vector.detach().cpu().double() - self._coarse.decode(coarse)
+        return np.concatenate([coarse, self._fine.encode(left)])
+
+    def decode(self, total: Words) -> Tensor:
+        """What a sum of words says."""
+        coarse, fine = np.split(total, 2)
+        return self._coarse.decode(coarse) + self._fine.decode(fine)
+
+    @property
+    def _coarse(self) -> FixedPoint:
+        return FixedPoint(self.bound, self.parties)
+
+    @property
+    def _fine(self) -> FixedPoint:
+        return FixedPoint(self._coarse.step, self.parties)

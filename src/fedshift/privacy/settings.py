@@ -67,5 +67,10 @@ class Privacy(Checked):
         return Accountant(self.noise, rate, self.delta, self.accountant)
 
     def threshold(self, parties: int) -> int:
-        """So many parties must survive a secure summation among so many."""
-        return self.least if self.least is not None else max(FEWEST, math.ceil(2 * parties / 3))
+        """So many parties must survive a secure summation among so many; never half of them or fewer.
+
+        >>> Privacy().threshold(20), Privacy(least=11).threshold(20), Privacy(least=11).threshold(100)
+        (14, 11, 51)
+        """
+        usual = max(FEWEST, math.ceil(2 * parties / 3))
+        return usual if self.least is None else max(self.least, parties // 2 + 1)

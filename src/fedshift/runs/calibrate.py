@@ -23,6 +23,7 @@ from fedshift.core.tree import Tensors
 from fedshift.data.task import Client, Task
 from fedshift.engines.base import Score
 from fedshift.experiment.schema import AdapterSpec
+from fedshift.privacy.settings import Privacy
 
 if TYPE_CHECKING:
     from fedshift.runs.deployment import Deployment
@@ -138,6 +139,27 @@ def told(stage: str, own: Answers, known: Tensors) -> Tensor:
     return STAGES[stage].told(own, Calibration(**known))
 
 
+def vector_of(stage: str, answers: Mapping[str, Answers], known: Mapping[str, Tensors]) -> Tensor:
+    """All that a client says in a stage, of every topic, for a sum that nobody may look into; zeros where it is silent.
+
+    >>> vector_of("errors", {}, {"common": unknown(2), "own": unknown(2)}).tolist()
+    [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    """
+    silent = {topic: Answers.none(len(own["labels"])) for topic, own in known.items()}
+    return torch.cat([told(stage, answers.get(topic, silent[topic]), own).flatten() for topic, own in known.items()])
+
+
+def parted(stage: str, whole: Tensor, known: Mapping[str, Tensors]) -> Tensors:
+    """The sum of such vectors, by topic.
+
+    >>> parted("errors", torch.arange(6.0), {"common": unknown(2), "own": unknown(2)})["own"]
+    tensor([3., 4., 5.])
+    """
+    like = {topic: told(stage, Answers.none(len(own["labels"])), own) for topic, own in known.items()}
+    parts = whole.split([leaf.numel() for leaf in like.values()])
+    return {topic: part.reshape(leaf.shape) for (topic, leaf), part in zip(like.items(), parts, strict=True)}
+
+
 def unknown(classes: int) -> Tensors:
     """What is known before anybody has said anything."""
     return replace(Calibration.none(classes), fit=sums.first_guess(classes)).tensors()
@@ -151,16 +173,16 @@ class Heard(NamedTuple):
     bytes: int
 
 
-Ask: TypeAlias = Callable[[str, Mapping[str, Tensors]], Heard]
-"""A stage and what is known so far, by topic; a topic of which nobody said anything is not in the answer."""
+Ask: TypeAlias = Callable[[int, str, Mapping[str, Tensors]], Heard]
+"""Which message it is, its stage, what is known so far by topic; a topic of which nobody said anything is not answered."""
 
 
 def measure(ask: Ask, topics: Iterable[str], classes: int) -> Measured:
     """What all clients together find; sums over them are all that is looked at."""
     known = dict.fromkeys(topics, unknown(classes))
     size = 0
-    for stage in ORDER:
-        heard = ask(stage, known)
+    for number, stage in enumerate(ORDER, 1):
+        heard = ask(number, stage, known)
         known = {t: _taken(stage, own, heard.whole[t]) for t, own in known.items() if t in heard.whole}
         size += heard.bytes
     return Measured({f"{t}: {name}": leaf for t, own in known.items() for name, leaf in own.items()}, size)
@@ -179,11 +201,25 @@ def sum_of(messages: Sequence[Tensor]) -> Tensor:
 class Nearby:
     """Clients of this process, asked for their messages."""
 
-    answers: Mapping[str, Sequence[Answers]]  # by topic
+    answers: Mapping[str, Mapping[str, Answers]]  # by client and topic
+    privacy: Privacy | None = None
 
-    def __call__(self, stage: str, known: Mapping[str, Tensors]) -> Heard:
+    def __call__(self, number: int, stage: str, known: Mapping[str, Tensors]) -> Heard:
         """The sums of what they say."""
-        said = {t: [told(stage, own, known[t]) for own in self.answers[t]] for t in known if self.answers[t]}
+        if self.privacy is not None and self.privacy.secure:
+            return self._veiled(self.privacy, number, stage, known)
+        said = {t: [told(stage, own[t], known[t]) for own in self.answers.values() if t in own] for t in known}
+        said = {t: own for t, own in said.items() if own}
         return Heard(
             {t: sum_of(own) for t, own in said.items()}, sum(leaf.nbytes for own in said.values() for leaf in own)
         )
+
+    def _veiled(self, privacy: Privacy, number: int, stage: str, known: Mapping[str, Tensors]) -> Heard:
+        from fedshift.privacy.coding import Tallies
+        from fedshift.privacy.in_process import summed  # whoever needs no cryptography need not have it
+
+        coding, parties = Tallies(), len(self.answers)
+        words = {name: coding.words(vector_of(stage, own, known), parties) for name, own in self.answers.items()}
+        found = summed(words, privacy.threshold(parties), f"calibrate {number}".encode())
+        whole = coding.total(found.total, parties, parties)
+        return Heard(parted(stage, whole, known), found.bytes_up)

@@ -60,15 +60,15 @@ def _of_sums(case: Case) -> Iterator[str]:
         yield f'{what}: clients\' sizes would be told by their weights; set [train] weights = "uniform"'
     if experiment.evaluate.every:
         yield f"{what}: validation counts would travel as they are while it trains; set [evaluate] every = 0"
-    for adapter in case.spec.adapters:
-        if ADAPTERS[adapter.name].make.calibrated:
-            yield f"{what}: adapter {adapter.name!r} asks clients for sums over validation images, which stay at home here"
 
 
 def _of_noise(case: Case) -> Iterator[str]:
     privacy, experiment, method = case.privacy, case.experiment, case.method
     if not privacy.noise:
         return
+    for adapter in case.spec.adapters:
+        if ADAPTERS[adapter.name].make.calibrated:
+            yield f"noise: adapter {adapter.name!r} asks clients for sums over validation images, to which none is added"
     if experiment.participation < 1 and privacy.sampling != "poisson":
         yield 'noise is counted where all clients take part, or by lot; set participation = 1, or sampling = "poisson"'
     if privacy.delta * case.clients >= 1:
@@ -87,7 +87,7 @@ def _of_secure(case: Case) -> Iterator[str]:
     if find_spec("cryptography") is None:
         yield 'secure needs cryptography: pip install "fedshift[privacy]"'
     parties = max(1, int(experiment.participation * case.clients + 0.5))
-    threshold = privacy.threshold(parties)
+    threshold = privacy.threshold(parties) if privacy.least is None else privacy.least
     if parties < FEWEST:
         yield f"secure: a sum of {parties} clients tells too much of each; it takes {FEWEST} or more"
     elif not (parties / 2 < threshold <= parties and threshold >= FEWEST):

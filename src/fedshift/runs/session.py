@@ -256,14 +256,17 @@ class Session:
 
     def measured(self, deployment: Deployment, looking: Looking) -> Measured:
         """How far these models can be believed, by sums that training clients tell of their validation images."""
-        answers: dict[str, list[Answers]] = {}
+        answers: dict[str, dict[str, Answers]] = {client.name: {} for client in self.task.clients}
         for kind, specs in looking.items():
             stands_in = kind == "common" and self.setup.method.personal
             trees = self.unseen(deployment, as_unseen(self.task, True)) if stands_in else deployment.trained()
             for topic, spec in specs.items():
                 scores = self.evaluate(self.setup.adapters(spec), trees, [VALIDATION]) if trees else {}
-                answers[topic] = [own for score in scores.values() if (own := Answers.of(score)) is not None]
-        return measure(Nearby(answers), answers, self.setup.method.arch.classes)
+                for (name, _), score in scores.items():
+                    if (own := Answers.of(score)) is not None:
+                        answers[name][topic] = own
+        topics = [topic for specs in looking.values() for topic in specs]
+        return measure(Nearby(answers, self.setup.privacy), topics, self.setup.method.arch.classes)
 
     def prepared(self, adapter: Adapter, tree: Tree, client: Client) -> Tree:
         """A deployed tree with what the adapter makes of the client's training data before (nothing, for most)."""
