@@ -21,7 +21,7 @@ from fedshift.privacy.frame import Frame
 from fedshift.privacy.settings import Privacy
 from fedshift.privacy.upload import packed
 from fedshift.results.plain import Sheet
-from fedshift.runs.calibrate import looking_of
+from fedshift.runs.calibrate import looking_of, topics_of
 from fedshift.runs.session import Session
 
 
@@ -68,7 +68,7 @@ def leaving(party: Party, federation: Federation) -> list[Leaving]:
         counts = told(dict.fromkeys(("val", *party.task.streams), blank))[1]
         told_of.append(Leaving("with every evaluation: counts of answers, no image's own", entries(counts)))
     looking = looking_of(session, party.setup.spec.adapters) if party.tallies else {}
-    if topics := [topic for specs in looking.values() for topic in specs]:
+    if topics := topics_of(looking):
         classes = method.arch.classes
         sums = veiled_like(topics, classes, clients) if party.hides else messages_like(topics, classes)
         told_of.append(Leaving("once: sums over validation images, for adapters that ask", entries(sums)))

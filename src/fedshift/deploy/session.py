@@ -25,7 +25,7 @@ from fedshift.experiment.schema import AdapterSpec
 from fedshift.privacy.frame import Frame
 from fedshift.privacy.noise import Noise, secret
 from fedshift.runs.artefact import settings_of
-from fedshift.runs.calibrate import Looking, Measured, measure
+from fedshift.runs.calibrate import Looking, Measured, measure, topics_of
 from fedshift.runs.deployment import Deployment, calibration_in
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
@@ -107,7 +107,7 @@ class ServerSession(Session):
                 if answer.facts.get("topics"):
                     tells[name] = models[name][0]
         ordered = {client.name: tells[client.name] for client in self.task.clients if client.name in tells}
-        topics, classes = [topic for specs in looking.values() for topic in specs], self.setup.method.arch.classes
+        topics, classes = topics_of(looking), self.setup.method.arch.classes
         if not self._remote.secure or not ordered:
             return measure(Afield(self._remote.asked, ordered, classes, self._note), topics, classes)
         try:

@@ -24,6 +24,7 @@ from fedshift.data.task import Client, Task
 from fedshift.engines.base import Score
 from fedshift.experiment.schema import AdapterSpec
 from fedshift.privacy.settings import Privacy
+from fedshift.store.metric import VALIDATION
 
 if TYPE_CHECKING:
     from fedshift.runs.deployment import Deployment
@@ -60,6 +61,25 @@ def looking_of(session: Session, specs: Sequence[AdapterSpec]) -> Looking:
     if method.personal:
         by_kind["own"] = wanted
     return {kind: {topic(kind, word): spec for word, spec in own.items()} for kind, own in by_kind.items()}
+
+
+def topics_of(looking: Looking) -> list[str]:
+    """All that is measured, in order."""
+    return [topic for specs in looking.values() for topic in specs]
+
+
+def answers_of(session: Session, deployment: Deployment, looking: Looking) -> dict[str, dict[str, Answers]]:
+    """How all clients predict their validation images, by client and topic."""
+    answers: dict[str, dict[str, Answers]] = {client.name: {} for client in session.task.clients}
+    for kind, specs in looking.items():
+        stands_in = kind == "common" and session.setup.method.personal
+        trees = session.unseen(deployment, as_unseen(session.task, True)) if stands_in else deployment.trained()
+        for about, spec in specs.items():
+            scores = session.evaluate(session.setup.adapters(spec), trees, [VALIDATION]) if trees else {}
+            for (name, _), score in scores.items():
+                if (own := Answers.of(score)) is not None:
+                    answers[name][about] = own
+    return answers
 
 
 def as_unseen(task: Task, validation: bool = False) -> Task:

@@ -28,14 +28,13 @@ from fedshift.engines.vmapped.multi_seed import Errand
 from fedshift.privacy.frame import Frame
 from fedshift.privacy.noise import Noise, seeded
 from fedshift.privacy.upload import UNSENT
-from fedshift.runs.calibrate import Answers, Looking, Measured, Nearby, as_unseen, measure
+from fedshift.runs.calibrate import Looking, Measured, Nearby, answers_of, measure, topics_of
 from fedshift.runs.deployment import Deployment
 from fedshift.runs.memory import memory_so_far, resident_peak
 from fedshift.runs.private import check_given, lots, possible, told_by
 from fedshift.runs.round import Begun, RoundReport, drawn, phases_of, work_in
 from fedshift.runs.setup import Setup
 from fedshift.runs.uploads import Delivered, Sent, Uploads
-from fedshift.store.metric import VALIDATION
 from fedshift.store.state import State
 
 
@@ -256,17 +255,8 @@ class Session:
 
     def measured(self, deployment: Deployment, looking: Looking) -> Measured:
         """How far these models can be believed, by sums that training clients tell of their validation images."""
-        answers: dict[str, dict[str, Answers]] = {client.name: {} for client in self.task.clients}
-        for kind, specs in looking.items():
-            stands_in = kind == "common" and self.setup.method.personal
-            trees = self.unseen(deployment, as_unseen(self.task, True)) if stands_in else deployment.trained()
-            for topic, spec in specs.items():
-                scores = self.evaluate(self.setup.adapters(spec), trees, [VALIDATION]) if trees else {}
-                for (name, _), score in scores.items():
-                    if (own := Answers.of(score)) is not None:
-                        answers[name][topic] = own
-        topics = [topic for specs in looking.values() for topic in specs]
-        return measure(Nearby(answers, self.setup.privacy), topics, self.setup.method.arch.classes)
+        ask = Nearby(answers_of(self, deployment, looking), self.setup.privacy)
+        return measure(ask, topics_of(looking), self.setup.method.arch.classes)
 
     def prepared(self, adapter: Adapter, tree: Tree, client: Client) -> Tree:
         """A deployed tree with what the adapter makes of the client's training data before (nothing, for most)."""
