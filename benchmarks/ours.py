@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from docs.builder.ours import our_summary
 from docs.builder.summaries import as_json
 
-from benchmarks.reproduce import RUNNING, Ended, clock_of, spent_before, within
+from benchmarks.reproduce import RUNNING, Ended, clock_of, finished, spent_before, within
 from fedshift import Experiment, run
 from fedshift.runs.open import open_run
 
@@ -224,7 +224,7 @@ def collect(runs: Path, points: int) -> dict[str, dict[str, list[float]]]:
     A sweep over so many ``points`` (domains) is one number a seed, the mean over them, if all of them are there.
     """
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for folder in sorted(path.parent for path in runs.rglob("done")):
+    for folder in finished(runs):
         seed = folder.name.partition("-")[0]
         for adapter, columns in scores_of(folder).items():
             for column, value in columns.items():

@@ -34,6 +34,7 @@ from docs.builder.summaries import as_json
 
 from fedshift import Experiment, run
 from fedshift.runs.progress import Silent
+from fedshift.store.plans import planned
 
 LIGHT = ("evaluate.artefacts=false", "evaluate.predictions=false", "evaluate.advice=false", "baselines=false")
 GRACE = 10  # seconds that a table needs at least, or it is not begun
@@ -111,8 +112,9 @@ def _failure(lines: Sequence[str]) -> str:
 
 
 def finished(runs: Path) -> list[Path]:
-    """The folders of runs that are whole."""
-    return sorted(path.parent for path in runs.rglob("done"))
+    """The folders of runs that are whole, and that the last plan has: others were made with other settings."""
+    whole = sorted(path.parent for path in runs.rglob("done"))
+    return [path for path in whole if str(path.relative_to(path.parents[1])) in planned(path)]
 
 
 def clock_of(runs: Path) -> Path:
@@ -123,7 +125,7 @@ def clock_of(runs: Path) -> Path:
 def spent_before(runs: Path) -> float:
     """Seconds that the runs of a table cost before they were interrupted, 0 for new ones."""
     clock = clock_of(runs)
-    return float(clock.read_text()) if clock.exists() else 0.0
+    return float(clock.read_text() or 0.0) if clock.exists() else 0.0  # empty if it was killed as it wrote
 
 
 def written(table: Table, asked: argparse.Namespace, runs: Path, before: float, ended: Ended) -> dict[str, Any]:

@@ -12,12 +12,14 @@ from flwr.app import Message, RecordDict
 
 import fedshift
 from fedshift.blocks.calibration import SLOT
-from fedshift.core.tree import Tensors
-from fedshift.deploy.leaving import leaving
+from fedshift.core.tree import Tensors, Tree
+from fedshift.deploy.leaving import SUMS_LEAVE, leaving
+from fedshift.deploy.memory import Memory
 from fedshift.deploy.packet import Packet
 from fedshift.deploy.records import from_records, to_records
 from fedshift.engines.base import Compute
 from fedshift.engines.sequential import Sequential
+from fedshift.errors import UserError
 from fedshift.runs.calibrate import calibrated
 from fedshift.runs.deployment import Snapshot
 from fedshift.runs.session import Session
@@ -89,13 +91,16 @@ def test_scores_are_those_of_a_simulation(tmp_path: Path) -> None:
     }
 
 
-def test_what_leaves_is_what_a_party_was_told_would_leave(tmp_path: Path) -> None:
-    fed = federation(tmp_path, "fedthe", ["home-or-away"])
+@pytest.mark.parametrize("evaluate", [{}, {"every": 1}, {"every": 1, "adapted": True}], ids=["last", "best", "adapted"])
+def test_what_leaves_is_what_a_party_was_told_would_leave(evaluate: dict[str, Any], tmp_path: Path) -> None:
+    fed = federation(tmp_path, "fedthe", ["home-or-away"], evaluate=evaluate, rounds=3)
     sent: dict[str, int] = {}
+    looked: set[int] = set()
 
     def weigh(name: str, message: Message, content: RecordDict) -> RecordDict:
         packet = from_records(content)
         if packet.kind == "calibrate":
+            looked.add(packet.facts["round"])
             size = sum(leaf.nbytes for leaves in packet.tree.values() for leaf in leaves.values())
             sent[name] = sent.get(name, 0) + size
             shapes = {tuple(leaf.shape) for leaves in packet.tree.values() for leaf in leaves.values()}
@@ -105,8 +110,9 @@ def test_what_leaves_is_what_a_party_was_told_would_leave(tmp_path: Path) -> Non
     fed.tamper = weigh
     fed.run()
     party = fed.party(fed.task.clients[0])
-    (told,) = (kind for kind in leaving(party, fed.federation) if kind.when.startswith("once: sums"))
-    assert sent == {client.name: told.bytes for client in fed.task.clients}
+    (told,) = (kind for kind in leaving(party, fed.federation) if kind.when == SUMS_LEAVE)
+    assert sent == {client.name: len(looked) * told.bytes for client in fed.task.clients}
+    assert evaluate or len(looked) == 1
 
 
 def test_who_does_not_tell_counts_tells_no_sums(tmp_path: Path) -> None:
@@ -118,6 +124,72 @@ def test_who_does_not_tell_counts_tells_no_sums(tmp_path: Path) -> None:
     assert len([line for line in log if "nothing is known of validation images" in line]) == 1
     assert not list(tmp_path.rglob("answers-*"))
     assert [kind for kind in leaving(fed.party(fed.task.clients[0]), fed.federation) if "sums" in kind.when] == []
+
+
+def test_of_one_or_two_parties_nothing_is_told_to_everybody(tmp_path: Path) -> None:
+    """Two of three are away when they are asked: the sum would be the third's own numbers."""
+    fed = federation(tmp_path, "fedavg", ["prior-em"])
+
+    def away(name: str, _: Message, content: RecordDict) -> RecordDict | None:
+        return None if name != "client-2" and from_records(content).kind == "calibrate" else content
+
+    fed.tamper = away
+    folder, log = fed.run()
+    assert not found_by(folder)
+    assert [line for line in log if "nothing is known of validation images" in line]
+
+
+@pytest.mark.parametrize(
+    ("stage", "spoilt"),
+    [
+        (1, lambda leaf: torch.full_like(leaf, 1e300)),
+        (1, lambda leaf: -leaf),
+        (9, lambda leaf: leaf - 50),
+        (9, lambda leaf: leaf + 0.5),
+        (10, lambda leaf: leaf + 2),
+    ],
+    ids=["huge", "concave", "negative", "halves", "two clients"],
+)
+def test_who_says_what_nobody_can_have_counted_is_left_out_alone(stage: int, spoilt: Any, tmp_path: Path) -> None:
+    fed = federation(tmp_path, "fedavg", ["prior-em"], rounds=1, task=whole_task((17, 7, 12, 8)))
+    asked: list[str] = []
+
+    def spoil(name: str, _: Message, content: RecordDict) -> RecordDict:
+        packet = from_records(content)
+        if packet.kind != "calibrate" or name != "client-0" or not packet.tree:
+            return content
+        asked.append(name)
+        if len(asked) != stage:
+            return content
+        tree = {topic: {"sums": spoilt(leaves["sums"])} for topic, leaves in packet.tree.items()}
+        return to_records(replace(packet, tree=tree))
+
+    fed.tamper = spoil
+    folder, log = fed.run()
+    assert bool(found_by(folder)["common: fit"].isfinite().all())
+    (line,) = (line for line in log if "is left out of the calibration" in line)
+    assert "'client-0' is left out of the calibration: its numbers cannot be sums over images" in line
+
+
+@pytest.mark.parametrize(
+    ("facts", "tree"),
+    [({}, {}), ({"ask": "step"}, {"common": {"fit": torch.ones(5)}}), ({"ask": "everything"}, {})],
+    ids=["nothing", "half", "unknown"],
+)
+def test_an_odd_question_gets_a_sentence(facts: dict[str, Any], tree: Tree, tmp_path: Path) -> None:
+    fed = federation(tmp_path, "fedavg", ["prior-em"], rounds=1)
+    fed.run()
+    party = fed.party(fed.task.clients[0])
+    about = {"federation": party.federation, "client": party.client.name, "round": 1}
+    with pytest.raises(UserError):
+        party.answer(Packet("calibrate", {**about, **facts}, tree))
+
+
+def test_what_was_answered_before_is_forgotten_when_it_is_asked_again(tmp_path: Path) -> None:
+    memory = Memory(tmp_path)
+    memory.keep_answers(3, {"common": {"x": torch.ones(1)}, "own": {"x": torch.ones(1)}}, ["common", "own"])
+    memory.keep_answers(3, {}, ["common"])
+    assert set(memory.answers(3) or {}) == {"own"}
 
 
 def wrong(name: str, message: Message, content: RecordDict) -> RecordDict | None:
@@ -134,13 +206,13 @@ def wrong(name: str, message: Message, content: RecordDict) -> RecordDict | None
 
 
 def test_who_says_odd_things_or_nothing_is_left_out(tmp_path: Path) -> None:
-    fed = federation(tmp_path, "fedavg", ["prior-em"])
+    fed = federation(tmp_path, "fedavg", ["prior-em"], task=whole_task((17, 7, 12, 8, 9)))
     fed.tamper = wrong
     folder, log = fed.run()
     assert [line for line in log if "'client-1' is left out of the calibration: its common/sums is" in line]
     assert [line for line in log if "'client-0' is left out (calibrate" in line]
-    alone = next(client for client in fed.task.clients if client.name == "client-2")
-    assert found_by(folder)["common: labels"].tolist() == fed.task.labels[alone.val].bincount(minlength=4).tolist()
+    others = torch.cat([client.val for client in fed.task.clients[2:]])
+    assert found_by(folder)["common: labels"].tolist() == fed.task.labels[others].bincount(minlength=4).tolist()
 
 
 def test_artefacts_that_are_written_later_have_what_was_measured_before(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from fedshift.core.tree import Tensors, Tree
 from fedshift.deploy.checks import check_shape
 from fedshift.deploy.packet import Packet
 from fedshift.errors import UserError
-from fedshift.runs.calibrate import ORDER, STAGES, Answers, Heard, parted, sum_of, told, unknown, vector_of
+from fedshift.privacy.coding import Tallies
+from fedshift.privacy.settings import FEWEST
+from fedshift.runs.calibrate import ORDER, STAGES, Answers, Heard, check_said, parted, sum_of, told, unknown, vector_of
 
 if TYPE_CHECKING:
     from fedshift.deploy.engine import Remote
@@ -26,9 +28,14 @@ def message(stage: str, answers: Mapping[str, Answers], known: Tree) -> Tree:
     >>> {topic: list(leaves[SUMS].shape) for topic, leaves in said.items()}
     {'common': [3, 4]}
     """
+    return {topic: {SUMS: told(stage, answers[topic], own)} for topic, own in known.items() if topic in answers}
+
+
+def check_asked(stage: str, known: Tree, classes: int) -> None:
+    """A server must say what it asks for, and what is known so far."""
     if stage not in STAGES:
         raise UserError(f"nobody knows what {stage!r} asks for")
-    return {topic: {SUMS: told(stage, answers[topic], own)} for topic, own in known.items() if topic in answers}
+    check_shape(known, {topic: unknown(classes) for topic in known})
 
 
 def messages_like(topics: Sequence[str], classes: int) -> Tree:
@@ -42,7 +49,6 @@ def messages_like(topics: Sequence[str], classes: int) -> Tree:
 def veiled_like(topics: Sequence[str], classes: int, parties: int) -> Tree:
     """All that a party sends if nobody but a secure summation may look into what it says."""
     from fedshift.deploy.summing import sent_like  # most federations need no cryptography of ours
-    from fedshift.privacy.coding import Tallies
 
     known = {topic: unknown(classes) for topic in topics}
     lengths = [Tallies().length(len(vector_of(stage, {}, known))) for stage in ORDER]
@@ -63,20 +69,25 @@ class Afield:
     note: Callable[[str], object] = field(default=print, repr=False)
 
     def __call__(self, _: int, stage: str, known: Mapping[str, Tensors]) -> Heard:
-        """The sums of what those say that answer; who says something odd is left out."""
+        """The sums of what those say that answer; who says something odd is left out.
+
+        Of one or two nothing is taken: whoever gets the model gets the sums, and would know what one of them said.
+        """
         tree = dict(known)
         packets = {name: Packet("calibrate", {**own, "ask": stage}, tree) for name, own in self.facts.items()}
         answers = self.asked(packets) if known else {}
         like = message(stage, dict.fromkeys(known, Answers.none(self.classes)), tree)
         heard = {name: answers[name].tree for name in packets if name in answers}
-        sound = [tree for name, tree in heard.items() if self._sound(name, tree, like)]
+        sound = [tree for name, tree in heard.items() if self._sound(name, stage, tree, like)]
         said = {topic: [own[topic][SUMS] for own in sound if topic in own] for topic in known}
         size = sum(leaf.nbytes for own in said.values() for leaf in own)
-        return Heard({topic: sum_of(own) for topic, own in said.items() if own}, size)
+        return Heard({topic: sum_of(own) for topic, own in said.items() if len(own) >= FEWEST}, size)
 
-    def _sound(self, name: str, tree: Tree, like: Tree) -> bool:
+    def _sound(self, name: str, stage: str, tree: Tree, like: Tree) -> bool:
         try:
             check_shape(tree, {topic: leaves for topic, leaves in like.items() if topic in tree})
+            for leaves in tree.values():
+                check_said(stage, leaves[SUMS])
         except UserError as error:
             self.note(f"{name!r} is left out of the calibration: {error}")
             return False
@@ -107,4 +118,7 @@ class Veiled:
         for tree in keys.values():
             check_shape(tree, keys_like())
         whole, weight = self.remote.tallied(keys, self.where, what, len(vector_of(stage, {}, known)))
-        return Heard(parted(stage, whole, known), weight)
+        found = parted(stage, whole, known)
+        for own in found.values():
+            check_said(stage, own, len(keys))
+        return Heard(found, weight)

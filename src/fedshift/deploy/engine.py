@@ -19,6 +19,7 @@ from fedshift.deploy.packet import HELD, Handle, Kind, Packet
 from fedshift.engines.base import Reply, Score
 from fedshift.engines.schedule import Plan
 from fedshift.errors import UserError
+from fedshift.privacy.coding import Tallies, Updates
 from fedshift.privacy.frame import Frame
 from fedshift.privacy.upload import packed, unpacked
 from fedshift.runs.artefact import settings_of
@@ -157,7 +158,6 @@ class Remote:
         The parties, of whatever networks, have trained in round ``where`` (from 0) and sent their keys.
         """
         from fedshift.deploy.summing import Sums, session_of  # most federations need no cryptography of ours
-        from fedshift.privacy.coding import Updates
 
         assert self.setup.privacy is not None
         keys = {name: reply.up for name, reply in replies.items() if reply.finite}
@@ -178,7 +178,6 @@ class Remote:
         would tell what somebody said.
         """
         from fedshift.deploy.summing import SUM, Sums, session_of
-        from fedshift.privacy.coding import Tallies
 
         assert self.setup.privacy is not None
         session = session_of(self.terms.federation, where, what)

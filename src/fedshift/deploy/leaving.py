@@ -24,6 +24,8 @@ from fedshift.results.plain import Sheet
 from fedshift.runs.calibrate import looking_of, topics_of
 from fedshift.runs.session import Session
 
+SUMS_LEAVE = "for each model that is scored: sums over validation images, which all who get the model get"
+
 
 @dataclass(frozen=True)
 class Leaving:
@@ -71,7 +73,7 @@ def leaving(party: Party, federation: Federation) -> list[Leaving]:
     if topics := topics_of(looking):
         classes = method.arch.classes
         sums = veiled_like(topics, classes, clients) if party.hides else messages_like(topics, classes)
-        told_of.append(Leaving("once: sums over validation images, for adapters that ask", entries(sums)))
+        told_of.append(Leaving(SUMS_LEAVE, entries(sums)))
     return told_of
 
 

@@ -7,13 +7,14 @@ best on validation stay as long as the server may come back to them. Files are w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedshift.core.tree import Tensors, Tree
 from fedshift.errors import UserError
-from fedshift.store.lock import RunLock
+from fedshift.store.lock import Occupied, RunLock
 from fedshift.store.trees import load, save
 
 
@@ -62,10 +63,11 @@ class Memory:
         """How this round's models predicted its validation images, by topic; None if it is not there, or damaged."""
         return _read(self._answers(round_))
 
-    def keep_answers(self, round_: int, by_topic: Mapping[str, Tensors]) -> None:
-        """Write them beside others of this round, and forget those of other rounds."""
+    def keep_answers(self, round_: int, by_topic: Mapping[str, Tensors], asked: Collection[str]) -> None:
+        """Write them in place of what was there of the topics ``asked``, and forget those of other rounds."""
         self._make()
-        save(self._answers(round_), {"local": {**(self.answers(round_) or {}), **by_topic}}, {"round": round_})
+        others = {topic: own for topic, own in (self.answers(round_) or {}).items() if topic not in asked}
+        save(self._answers(round_), {"local": {**others, **by_topic}}, {"round": round_})
         for old in self.folder.glob("answers-*.safetensors"):
             if old != self._answers(round_):
                 old.unlink(missing_ok=True)
@@ -86,10 +88,18 @@ class Memory:
         """Nobody can open it any more."""
         self._aside.unlink()
 
-    def alone(self) -> RunLock:
+    @contextmanager
+    def alone(self) -> Iterator[None]:
         """Held while something is read, answered and changed: of two processes that are asked at once one refuses."""
         self._make()
-        return RunLock(self.folder)
+        with ExitStack() as held:
+            try:
+                held.enter_context(RunLock(self.folder))
+            except Occupied:
+                raise UserError(
+                    "this party is answering another message; it is asked again in the next round"
+                ) from None
+            yield
 
     def _make(self) -> None:
         self.folder.mkdir(0o700, parents=True, exist_ok=True)  # local states and secrets of sums are its user's alone

@@ -15,7 +15,7 @@ from fedshift.core.context import Context
 from fedshift.core.method import Method
 from fedshift.core.tree import Tree, to
 from fedshift.data.task import Client, Task
-from fedshift.deploy.calibrating import LOOK, message
+from fedshift.deploy.calibrating import LOOK, check_asked, message
 from fedshift.deploy.counting import told
 from fedshift.deploy.memory import Memory
 from fedshift.deploy.packet import Packet
@@ -26,6 +26,7 @@ from fedshift.engines.sequential import Sequential
 from fedshift.engines.torch_flags import steady
 from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec, Experiment
+from fedshift.privacy.coding import Tallies, Updates
 from fedshift.privacy.frame import Frame
 from fedshift.privacy.upload import UNSENT, packed, unpacked
 from fedshift.runs.calibrate import Answers, as_unseen, vector_of
@@ -143,7 +144,6 @@ class Party:
 
     def _summand(self, packet: Packet) -> Summand:
         from fedshift.deploy.summing import Summand, session_of  # most federations need no cryptography of ours
-        from fedshift.privacy.coding import Tallies, Updates
 
         privacy, what = self.setup.privacy, str(packet.facts.get("summation", ""))
         if privacy is None or not privacy.secure:
@@ -163,18 +163,19 @@ class Party:
         """Predict its validation images and keep the answers, or tell sums over what it has kept."""
         if not self.tallies:
             return {"topics": []}, {}
-        number = packet.facts["round"]
-        if packet.facts["ask"] == LOOK:
-            answers = self._answers(packet)
-            self.memory.keep_answers(number, {topic: own._asdict() for topic, own in answers.items()})
-            return {"topics": list(packet.facts["looking"] if self.hides else answers)}, {}
+        number, ask = packet.facts["round"], str(packet.facts.get("ask", ""))
+        if ask == LOOK:
+            answers, asked = self._answers(packet), packet.facts["looking"]
+            self.memory.keep_answers(number, {topic: own._asdict() for topic, own in answers.items()}, asked)
+            return {"topics": list(asked if self.hides else answers)}, {}
         kept = self.memory.answers(number)
         if kept is None:
             raise UserError("its predictions of validation images are not there any more")
         known = {topic: Answers(**own) for topic, own in kept.items()}
+        check_asked(ask, packet.tree, self.setup.method.arch.classes)
         if self.hides:
-            return {}, self._summand(packet).advertise(vector_of(packet.facts["ask"], known, packet.tree))
-        return {}, message(packet.facts["ask"], known, packet.tree)
+            return {}, self._summand(packet).advertise(vector_of(ask, known, packet.tree))
+        return {}, message(ask, known, packet.tree)
 
     def _answers(self, packet: Packet) -> dict[str, Answers]:
         """How it predicts its validation images, by topic; nothing for models that are not offered to unseen clients."""

@@ -50,7 +50,7 @@ class ServerSession(Session):
         super().__init__(*arguments, **more)
         self._last = last  # after so many rounds its test streams are asked for
         self._deployments: dict[int, Deployment] = {}
-        # parts and scores, by round, adapters and whether they have what was measured
+        # parts and scores, by round, adapters and whether they go by what was measured
         self._told: dict[tuple[int, str, bool], tuple[tuple[str, ...], dict[tuple[str, str], Score]]] = {}
         self._measured: dict[tuple[int, str], Measured] = {}
 
@@ -77,7 +77,7 @@ class ServerSession(Session):
         number = Handle.of(one).models
         assert number is not None
         how = json.dumps({name: settings_of(own) for name, own in adapters.items()}, default=str)
-        key = number, how, bool(calibration_in(one))
+        key = number, how, bool(calibration_in(one)) and any(own.calibrated for own in adapters.values())
         asked, known = self._told.get(key, ((), {}))
         wanted = (*parts, VALIDATION, *self.task.streams) if number == self._last else parts
         if missing := [part for part in dict.fromkeys(wanted) if part not in asked]:

@@ -87,14 +87,15 @@ def close_calls(rows: Sequence[Row], measure: str) -> Iterator[str]:
     if not streams or len(rows) > MOST_COMPARED:
         return
     metric = streams[0]._replace(name=measure)
-    values = {k: row.accuracies(metric) for k, row in enumerate(rows) if row.number(metric) and not row.broken(metric)}
-    if len(values) < 2 or any(map(single, values.values())):
+    found = {k: row.accuracies(metric) for k, row in enumerate(rows) if row.number(metric) and not row.broken(metric)}
+    values = {k: own for k, own in found.items() if not single(own)}
+    if len(values) < 2:
         return
     sign = 1 if MEASURES[measure].higher else -1
     best = max(values, key=lambda k: sign * _level(values[k]))
     others = [k for k in values if k != best and comparable(values[best], values[k])]
-    found = paired_differences(values[best], [values[k] for k in others], seed=0)
-    alike = [k for k, difference in zip(others, found, strict=True) if difference.noise]
+    differences = paired_differences(values[best], [values[k] for k in others], seed=0)
+    alike = [k for k, difference in zip(others, differences, strict=True) if difference.noise]
     if alike:
         stream = short_name(metric).replace("\n", " ")
         them = _listed([_named(rows[k]) for k in alike])

@@ -22,13 +22,17 @@ from fedshift.blocks.refreshed_statistics import Refreshing
 from fedshift.core.tree import Tensors
 from fedshift.data.task import Client, Task
 from fedshift.engines.base import Score
+from fedshift.errors import UserError
 from fedshift.experiment.schema import AdapterSpec
+from fedshift.privacy.coding import LARGEST, Tallies
 from fedshift.privacy.settings import Privacy
 from fedshift.store.metric import VALIDATION
 
 if TYPE_CHECKING:
     from fedshift.runs.deployment import Deployment
     from fedshift.runs.session import Session
+
+ROUNDED = 0.01  # by which a sum may differ from what it must be
 
 Looking: TypeAlias = Mapping[Kind, Mapping[str, AdapterSpec]]
 """Adapters that only look at images in some way, by topic: of the model of unseen clients, and of clients' own."""
@@ -124,10 +128,14 @@ class Answers(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """One kind of message: what a client says of its answers, and what follows from the sum of what all have said."""
+    """One kind of message: what a client says of its answers, and what follows from the sum of what all have said.
+
+    ``possible``: whether so many clients together can have said this, whatever their images are.
+    """
 
     told: Callable[[Answers, Calibration], Tensor]
     taken: Callable[[Calibration, Tensor], Calibration]
+    possible: Callable[[Tensor, int], bool]
 
 
 def _told_step(own: Answers, known: Calibration) -> Tensor:
@@ -142,10 +150,41 @@ def _told_errors(own: Answers, known: Calibration) -> Tensor:
     return estimate_errors(calibrated_log(own.logits, known.fit), own.labels, known)
 
 
+def _taken_step(known: Calibration, whole: Tensor) -> Calibration:
+    return replace(known, fit=sums.newton_step(whole, known.fit))
+
+
+def _taken_counts(known: Calibration, whole: Tensor) -> Calibration:
+    return replace(known, labels=whole.sum(1), confusion=whole)
+
+
+def _taken_errors(known: Calibration, whole: Tensor) -> Calibration:
+    return replace(known, skill=whole)
+
+
+def _a_step(said: Tensor, clients: int) -> bool:
+    curvature = said[:, 1:]
+    slack = ROUNDED * (1 + float(curvature.abs().max()))
+    even = float((curvature - curvature.T).abs().max()) <= slack
+    return (
+        float(said.abs().max()) <= LARGEST * clients
+        and even
+        and float(torch.linalg.eigvalsh(curvature).min()) >= -slack
+    )
+
+
+def _are_counts(said: Tensor, _: int) -> bool:
+    return float(said.min()) >= -ROUNDED and float((said - said.round()).abs().max()) <= ROUNDED
+
+
+def _are_errors(said: Tensor, clients: int) -> bool:
+    return float(said.min()) >= -ROUNDED and float(said[-1]) <= clients + ROUNDED
+
+
 STAGES: Mapping[str, Stage] = {
-    "step": Stage(_told_step, lambda known, whole: replace(known, fit=sums.newton_step(whole, known.fit))),
-    "counts": Stage(_told_counts, lambda known, whole: replace(known, labels=whole.sum(1), confusion=whole)),
-    "errors": Stage(_told_errors, lambda known, whole: replace(known, skill=whole)),
+    "step": Stage(_told_step, _taken_step, _a_step),
+    "counts": Stage(_told_counts, _taken_counts, _are_counts),
+    "errors": Stage(_told_errors, _taken_errors, _are_errors),
 }
 ORDER = (*["step"] * sums.STEPS, "counts", "errors")
 
@@ -157,6 +196,19 @@ def told(stage: str, own: Answers, known: Tensors) -> Tensor:
     [[3, 4], [2, 2], [3]]
     """
     return STAGES[stage].told(own, Calibration(**known))
+
+
+def check_said(stage: str, said: Tensor, clients: int = 1) -> None:
+    """Raise if no client, or no so many together, can have said this: one that is damaged, or lies, would spoil it for all.
+
+    >>> check_said("counts", torch.tensor([[3.0, 0.0], [1.0, 2.0]]))
+    >>> check_said("counts", torch.tensor([[3.0, 0.0], [-1.0, 2.0]]))
+    Traceback (most recent call last):
+        ...
+    fedshift.errors.UserError: its numbers cannot be sums over images (counts)
+    """
+    if not STAGES[stage].possible(said.double(), clients):
+        raise UserError(f"its numbers cannot be sums over images ({stage})")
 
 
 def vector_of(stage: str, answers: Mapping[str, Answers], known: Mapping[str, Tensors]) -> Tensor:
@@ -235,7 +287,6 @@ class Nearby:
         )
 
     def _veiled(self, privacy: Privacy, number: int, stage: str, known: Mapping[str, Tensors]) -> Heard:
-        from fedshift.privacy.coding import Tallies
         from fedshift.privacy.in_process import summed  # whoever needs no cryptography need not have it
 
         coding, parties = Tallies(), len(self.answers)
