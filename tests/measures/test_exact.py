@@ -205,3 +205,11 @@ def test_subgroups() -> None:
     theirs = 100 * sk.balanced_accuracy_score(whole.labels[mask], whole.predicted[mask])
     assert found["left"].value == pytest.approx(theirs)
     assert found["left"].samples + found["right"].samples == len(whole)
+
+
+def test_of_one_class_counts_tell_no_auroc_and_warn_of_nothing() -> None:
+    alone = Counts.of(Predictions(np.log([[0.9, 0.1], [0.6, 0.4]]), np.array([0, 0])))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.isnan(alone.auroc().value)
+        assert alone.auprc().value > 0

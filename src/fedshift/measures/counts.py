@@ -77,6 +77,8 @@ class Counts:
         """Area under the ROC curve, the mean over classes that have both; ties within a bin count half."""
         p, n = self.members.sum(1), self.others.sum(1)
         both = (p > 0) & (n > 0)
+        if not both.any():  # one class alone has nothing to be told from
+            return Bounded(float("nan"), float("nan"))
         below = np.cumsum(self.others, 1) - self.others
         pairs = (p * n)[both]
         sure = ((self.members * below).sum(1)[both]) / pairs
