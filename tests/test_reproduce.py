@@ -20,6 +20,7 @@ from fedshift import Experiment
 from fedshift.results.beside import titles_of
 from fedshift.results.result import Row
 from fedshift.runs.run import run
+from fedshift.store.folder import read_config
 from tests.runs.test_run import tiny
 
 TABLES = {table.name: table for page in results.PAGES for table in page.tables}
@@ -190,3 +191,18 @@ def test_a_table_ends_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.
     failed = reproduce.within(30.0, [sys.executable, "-c", "raise SystemExit('no data')"], tmp_path / "log", print)
     assert failed.how == "failed: no data"
     assert reproduce.within(30.0, [sys.executable, "-c", ""], tmp_path / "log", print).how == ""
+
+
+def test_runs_of_other_settings_in_the_same_folder_do_not_count(tmp_path: Path) -> None:
+    """Whoever changes his mind between two sittings must not average both."""
+    two = tiny(method=[{"name": "fedavg", "label": "A"}], seeds=[3, 4])
+    run(two, tmp_path, engine="sequential")
+    assert len(reproduce.finished(tmp_path)) == 2
+    run(two.changed({"rounds": two.rounds + 1, "seeds": [3]}), tmp_path, engine="sequential")
+    (left,) = reproduce.finished(tmp_path)
+    assert read_config(left)["rounds"] == two.rounds + 1
+
+
+def test_a_clock_that_was_killed_as_it_was_written_stands_at_nothing(tmp_path: Path) -> None:
+    reproduce.clock_of(tmp_path / "brfl-0.1").write_text("")
+    assert reproduce.spent_before(tmp_path / "brfl-0.1") == 0.0

@@ -115,6 +115,22 @@ def test_what_leaves_is_what_a_party_was_told_would_leave(evaluate: dict[str, An
     assert evaluate or len(looked) == 1
 
 
+def test_adapters_that_do_not_ask_are_scored_once(tmp_path: Path) -> None:
+    """Whether something was measured makes no difference to them, and a message takes long."""
+    fed = federation(tmp_path, "fedavg", ["prior-em"], evaluate={"every": 1})
+    asked: list[tuple[str, int, str]] = []
+
+    def listen(name: str, message: Message, content: RecordDict) -> RecordDict:
+        packet = from_records(message.content)
+        if packet.kind == "evaluate" and packet.facts["adapter"]["name"] == "none":
+            asked.extend((name, packet.facts["round"], part) for part in packet.facts["parts"])
+        return content
+
+    fed.tamper = listen
+    fed.run()
+    assert len(asked) == len(set(asked)) > 0
+
+
 def test_who_does_not_tell_counts_tells_no_sums(tmp_path: Path) -> None:
     fed = federation(tmp_path, "fedavg", ["prior-em"])
     fed.shares = False

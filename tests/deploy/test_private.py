@@ -287,6 +287,8 @@ def test_every_phase_of_a_summation_is_answered_once(tmp_path: Path) -> None:
     assert len(parties[0].unmask(unmask)["shares"]) == 3
     with pytest.raises(UserError, match="nothing to add"):
         parties[0].unmask(unmask)
+    with parties[1].memory.alone(), pytest.raises(UserError, match="this party is answering another message"):
+        parties[1].unmask(unmask)
 
 
 def test_what_would_leave_is_shown_as_it_leaves(tmp_path: Path) -> None:

@@ -177,7 +177,9 @@ def test_an_unseen_client_refreshes_its_statistics_if_that_was_right_elsewhere()
     assert not equal(pick(moved["model"], NORM), pick(model, NORM))
     # classes are found by the same models
     assert float(calibration_of(adapter, moved, "own").right) == pytest.approx(0.7)
-    for still in (worse, deployed):  # and where nobody measured
+    fewer = {**measured(70, adapter.how), entry_name("common", adapter.how, "labels"): torch.full((CLASSES,), 6.0)}
+    others: Tree = {**deployed, SLOT: {**measured(60, ""), **fewer}}  # somebody's answers were no numbers there
+    for still in (worse, others, deployed):  # and where nobody measured
         assert equal(adapter.fit(adapter.init(still), x, {})["model"], model)
     for other in (make(passes=0), make(passes=3, batch_size=8)):  # what was measured is not of these
         assert equal(other.fit(other.init(better), x, {})["model"], model)

@@ -65,6 +65,16 @@ def test_rows_of_two_tasks_are_not_held_against_each_other() -> None:
     assert list(unnamed) == ["task tttttttt", "task uuuuuuuu"]
 
 
+def test_a_row_of_one_client_says_nothing_about_others() -> None:
+    close = [scored("a", ("t",), 50), scored("b", ("t",), 50)]
+    alone = scored("c", ("t",), 99)
+    ((key, (score,)),) = alone.values.items()
+    one = {"a": ClientScore(100, 99, 1.0)}
+    alone = replace(alone, values={key: [replace(score, summary=summarise(one), by_client=one)]})
+    (said,) = alarms([*close, alone], "accuracy")
+    assert said == "on s the best row (a) cannot be told from b: the difference is noise"
+
+
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Result:
     experiment = skewed(
