@@ -125,7 +125,7 @@ class Seat:
         """It ends now, if it has not."""
         self.process.kill()
         self.process.communicate()
-        shutil.rmtree(self._folder)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def side_by_side(
