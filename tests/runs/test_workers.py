@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,10 +63,20 @@ class Breaks(Method):
         raise RuntimeError("something broke")
 
 
+@dataclass(frozen=True)
+class Dies(Method):
+    """Its process is killed, as one that takes too much memory is."""
+
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
+        """The end."""
+        os.kill(os.getpid(), signal.SIGKILL)
+        return super().aggregate(server, ups, ctx)
+
+
 @pytest.fixture(autouse=True)
 def known_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registered in this process and for these tests alone."""
-    for name, make in {"halved": Halved, "gives-up": GivesUp, "breaks": Breaks}.items():
+    for name, make in {"halved": Halved, "gives-up": GivesUp, "breaks": Breaks, "dies": Dies}.items():
         monkeypatch.setitem(METHODS._entries, name, Entry(name, make, "a test", "", 0))
     monkeypatch.setitem(ADAPTERS._entries, "sleeper", Entry("sleeper", Sleeper, "a test", "", 0))
 
@@ -143,6 +155,19 @@ def test_what_fails_is_said_when_the_others_are_finished(tmp_path: Path, process
     assert "breaks seed 0: RuntimeError: something broke" in sentence
     assert "\n" not in sentence
     assert [path.parent.parent.name for path in tmp_path.rglob("done")] == ["fedavg"]
+
+
+def test_another_process_goes_on_where_one_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seats = started(monkeypatch)
+    experiment = small("dies", {"name": "dies", "label": "again"}, "fedavg", "fedprox")
+    with pytest.raises(UserError) as said:
+        run(experiment, tmp_path, engine="sequential", processes=2)
+    assert {sentence.partition(" was ended")[0] for sentence in str(said.value).split("; ")} == {
+        "dies seed 0: its process",
+        "again seed 0: its process",
+    }
+    assert sorted(path.parent.parent.name for path in tmp_path.rglob("done")) == ["fedavg", "fedprox"]
+    assert 3 <= len(seats) <= 4
 
 
 def test_processes_that_cannot_begin_are_not_started_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
