@@ -65,3 +65,19 @@ def test_help_is_there_within_four_tenths_of_a_second(command: list[str]) -> Non
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(spent) < 0.4
+
+
+@pytest.mark.system
+def test_a_process_that_makes_runs_imports_nothing_that_it_need_not() -> None:
+    """It measures without SciPy, whose import takes as long as hundreds of measurements."""
+    script = """
+import sys
+import numpy as np
+from fedshift.measures.measurement import Measurement
+from fedshift.measures.predictions import Predictions
+from fedshift.runs import workers
+Measurement.of(Predictions(np.log([[0.9, 0.1], [0.2, 0.8]]), np.array([0, 1])))
+print([name for name in ("scipy", "sklearn", "matplotlib", "pandas") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedshift.core.arch import Arch
 from fedshift.data import _patterns
 from fedshift.data._patterns import matches
 from fedshift.errors import UserError
@@ -150,6 +151,21 @@ def test_an_estimate_grows_with_what_is_asked_for(tmp_path: Path) -> None:
     )
     assert large.seconds == pytest.approx(100 * small.seconds)
     assert small.memory == large.memory > 0
+
+
+def test_an_estimate_looks_at_every_network_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[str] = []
+
+    def forward(arch: Arch) -> int:
+        counted.append(arch.name)
+        return 1000
+
+    monkeypatch.setattr(estimate, "_forward", forward)
+    methods = [{"name": "fedavg"}, {"name": "fedprox"}, {"name": "ditto"}]
+    settings = {"baselines": False, "data": {"size": 8}, "model": {"name": "mlp"}, "method": methods}
+    jobs = plan(Experiment.parse(settings), tmp_path)
+    estimate.estimate(jobs, torch.device("cpu"))
+    assert counted == ["mlp"]
 
 
 def test_a_pattern_that_never_ends_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

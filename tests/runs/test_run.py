@@ -30,6 +30,8 @@ from fedshift.engines.base import Compute, Score
 from fedshift.engines.sequential import Sequential
 from fedshift.experiment.schema import MethodSpec
 from fedshift.models.mlp import MLP
+from fedshift.runs import evaluate
+from fedshift.runs.measuring import measured
 from fedshift.runs.session import Session
 from fedshift.runs.setup import make_setup, make_task, split_as_own
 from fedshift.store.summary import mean_and_std, summarise
@@ -281,6 +283,19 @@ def test_three_selection_rules(tmp_path: Path) -> None:
     assert any(best != 7 for best in chosen)
     assert any(a != b for a, b in zip(chosen, by_mean, strict=True))
     assert plain.number(metric, "oracle")[0] > plain.number(metric, "best-val")[0]  # type: ignore[index]
+
+
+def test_a_round_that_both_rules_choose_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[Mapping[str, Score]] = []
+
+    def watched(scores: Mapping[str, Score]) -> Any:
+        streams.append(scores)
+        return measured(scores)
+
+    monkeypatch.setattr(evaluate, "measured", watched)
+    (row,) = go(tiny(rounds=1, evaluate={"advice": False}), tmp_path).rows
+    assert len(streams) == 1
+    assert row.number(metric := "global/original/clients", "last") == row.number(metric, "best-val") is not None
 
 
 def test_without_an_oracle_and_with_validation_at_the_end_only(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from fedshift.core.registry import ADAPTERS, METHODS, Entry
 from fedshift.core.tree import Tensors, Tree
 from fedshift.results.collect import collect
 from fedshift.results.result import Result
+from fedshift.runs import workers
 from fedshift.runs.progress import Silent
 from fedshift.runs.workers import Seat
 from fedshift.store.folder import find_runs
@@ -60,10 +63,20 @@ class Breaks(Method):
         raise RuntimeError("something broke")
 
 
+@dataclass(frozen=True)
+class Dies(Method):
+    """Its process is killed, as one that takes too much memory is."""
+
+    def aggregate(self, server: Tree, ups: Mapping[str, Tree], ctx: ServerContext) -> tuple[Tree, Tensors]:
+        """The end."""
+        os.kill(os.getpid(), signal.SIGKILL)
+        return super().aggregate(server, ups, ctx)
+
+
 @pytest.fixture(autouse=True)
 def known_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registered in this process and for these tests alone."""
-    for name, make in {"halved": Halved, "gives-up": GivesUp, "breaks": Breaks}.items():
+    for name, make in {"halved": Halved, "gives-up": GivesUp, "breaks": Breaks, "dies": Dies}.items():
         monkeypatch.setitem(METHODS._entries, name, Entry(name, make, "a test", "", 0))
     monkeypatch.setitem(ADAPTERS._entries, "sleeper", Entry("sleeper", Sleeper, "a test", "", 0))
 
@@ -95,6 +108,19 @@ class Listening(Silent):
         self.notes.append(text)
 
 
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Seat]:
+    """The processes that are started from now on."""
+    seats: list[Seat] = []
+    make = Seat.__init__
+
+    def watched(self: Seat, *order: Any) -> None:
+        make(self, *order)
+        seats.append(self)
+
+    monkeypatch.setattr(Seat, "__init__", watched)
+    return seats
+
+
 def test_side_by_side_is_one_after_the_other(tmp_path: Path) -> None:
     experiment = small({"name": "halved", "adapters": ["none", "sleeper"]}, "fedprox", seeds=[0, 1])
     alone = run(experiment, tmp_path / "alone", engine="sequential")
@@ -112,10 +138,18 @@ def test_side_by_side_is_one_after_the_other(tmp_path: Path) -> None:
     assert again.rounds == []
 
 
-def test_what_fails_is_said_when_the_others_are_finished(tmp_path: Path) -> None:
+def test_a_process_goes_on_with_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seats = started(monkeypatch)
+    run(small("fedavg", "fedprox", "ditto", seeds=[0, 1]), tmp_path, engine="sequential", processes=2)
+    assert len(seats) == 2
+    assert len(list(tmp_path.rglob("done"))) == 6
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_what_fails_is_said_when_the_others_are_finished(tmp_path: Path, processes: int) -> None:
     experiment = small("gives-up", "breaks", "fedavg")
     with pytest.raises(UserError) as said:
-        run(experiment, tmp_path, engine="sequential", processes=3)
+        run(experiment, tmp_path, engine="sequential", processes=processes)
     sentence = str(said.value)
     assert "there is nothing to average today" in sentence
     assert "breaks seed 0: RuntimeError: something broke" in sentence
@@ -123,13 +157,31 @@ def test_what_fails_is_said_when_the_others_are_finished(tmp_path: Path) -> None
     assert [path.parent.parent.name for path in tmp_path.rglob("done")] == ["fedavg"]
 
 
-def test_an_interrupted_caller_leaves_nobody_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seats: list[Seat] = []
-    make = Seat.__init__
+def test_another_process_goes_on_where_one_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seats = started(monkeypatch)
+    experiment = small("dies", {"name": "dies", "label": "again"}, "fedavg", "fedprox")
+    with pytest.raises(UserError) as said:
+        run(experiment, tmp_path, engine="sequential", processes=2)
+    assert {sentence.partition(" was ended")[0] for sentence in str(said.value).split("; ")} == {
+        "dies seed 0: its process",
+        "again seed 0: its process",
+    }
+    assert sorted(path.parent.parent.name for path in tmp_path.rglob("done")) == ["fedavg", "fedprox"]
+    assert 3 <= len(seats) <= 4
 
-    def watched(self: Seat, *order: Any) -> None:
-        make(self, *order)
-        seats.append(self)
+
+def test_processes_that_cannot_begin_are_not_started_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seats = started(monkeypatch)
+    failing = tmp_path / "failing.py"
+    failing.write_text("raise SystemExit('there is no such library')")
+    monkeypatch.setattr(workers, "PROCESS", failing)
+    with pytest.raises(UserError, match="fedavg seed 0: there is no such library; fedprox seed 0: there is no such"):
+        run(small("fedavg", "fedprox"), tmp_path, engine="sequential", processes=2)
+    assert len(seats) == 2
+
+
+def test_an_interrupted_caller_leaves_nobody_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seats = started(monkeypatch)
 
     class Impatient(Silent):
         """Stops everything after the first round."""
@@ -138,7 +190,6 @@ def test_an_interrupted_caller_leaves_nobody_behind(tmp_path: Path, monkeypatch:
             """Enough."""
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Seat, "__init__", watched)
     experiment = small("fedavg", "fedprox", rounds=2000, **{"checkpoint-every": 1, "evaluate": {"every": 0}})
     with pytest.raises(KeyboardInterrupt):
         run(experiment, tmp_path, engine="sequential", processes=2, reporter=Impatient())

@@ -12,6 +12,7 @@ import io
 import os
 import pickle
 import sys
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from multiprocessing import process
 from types import ModuleType
@@ -44,20 +45,48 @@ def _spell_out(made: type, namespace: dict[str, Any]) -> None:
         namespace["__annotations__"] = {name: meant[name] for name in own}
 
 
-def dumps(thing: object) -> bytes:
-    """Anything, ready for another process; raises one of ``CANNOT_TRAVEL`` if that cannot be."""
+class _Naming(_Pickler):
+    """Names what the other process has already."""
+
+    def __init__(self, file: io.BytesIO, known: Mapping[int, object]) -> None:
+        super().__init__(file)
+        self._known = known
+
+    def persistent_id(self, obj: Any) -> object:
+        return self._known.get(id(obj))
+
+
+class _Knowing(pickle.Unpickler):
+    """Knows what is named."""
+
+    def __init__(self, file: io.BytesIO, known: Callable[[Any], object]) -> None:
+        super().__init__(file)
+        self._known = known
+
+    def persistent_load(self, pid: Any) -> object:
+        return self._known(pid)
+
+
+def dumps(thing: object, known: Mapping[int, object] | None = None) -> bytes:
+    """Anything, ready for another process; raises one of ``CANNOT_TRAVEL`` if that cannot be.
+
+    What the other process has already goes as a name: ``known`` has the names, by the identity of what they stand for.
+    """
     file = io.BytesIO()
-    _Pickler(file).dump(thing)
+    (_Naming(file, known) if known else _Pickler(file)).dump(thing)
     return file.getvalue()
 
 
-def loads(sent: bytes) -> Any:
-    """What was sent.
+def loads(sent: bytes, known: Callable[[Any], object] | None = None) -> Any:
+    """What was sent; ``known`` finds what was only named.
 
     >>> loads(dumps(lambda x: 2 * x))(21)
     42
+    >>> large = [0] * 9
+    >>> loads(dumps({"it": large}, {id(large): "large"}), {"large": large}.get)["it"] is large
+    True
     """
-    return pickle.loads(sent)
+    return pickle.loads(sent) if known is None else _Knowing(io.BytesIO(sent), known).load()
 
 
 def search_path() -> list[str]:

@@ -7,6 +7,7 @@ left out of means. Where nothing is left, or a prediction is no number, the answ
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,13 +31,11 @@ def auroc_by_class(predictions: Predictions) -> Floats:
     The share of pairs of one sample of the class and one of the others whose order is right, half of the ties: a
     difference of ranks.
     """
-    from scipy.stats import rankdata  # takes seconds to import, and few who import this file need it
-
-    scores, members = _against_rest(predictions)
-    positives, negatives = members.sum(0), (~members).sum(0)
-    ranks = rankdata(scores, axis=0)
-    above = (ranks * members).sum(0) - positives * (positives + 1) / 2
-    return divided(above, positives * negatives)
+    found = _ranked(predictions)
+    positives, samples = found.members.sum(0), len(found.members)
+    ranks = samples + 1 - (found.since + 1 + found.until) / 2  # from the last one on; ties have the mean of theirs
+    above = (ranks * found.gained).sum(0) - positives * (positives + 1) / 2
+    return divided(above, positives * (samples - positives))
 
 
 def auprc(predictions: Predictions) -> float | None:
@@ -50,18 +49,9 @@ def auprc(predictions: Predictions) -> float | None:
 
 def auprc_by_class(predictions: Predictions) -> Floats:
     """The sum over thresholds of precision times gained recall; NaN for a class without samples."""
-    scores, members = _against_rest(predictions)
-    if not len(scores):
-        return np.full(predictions.classes, np.nan)
-    order = np.argsort(-scores, axis=0, kind="stable")
-    scores, members = np.take_along_axis(scores, order, 0), np.take_along_axis(members, order, 0)
-    found = members.cumsum(0)
-    # only where the next score differs is there a threshold; what was found since the last one is gained there
-    threshold = np.concatenate([scores[1:] != scores[:-1], np.ones((1, scores.shape[1]), bool)])
-    precision = found / np.arange(1, len(scores) + 1)[:, None]
-    at = np.where(threshold, found, 0)
-    before = np.concatenate([np.zeros((1, scores.shape[1]), int), np.maximum.accumulate(at)[:-1]])
-    return divided((precision * (found - before) * threshold).sum(0), members.sum(0))
+    found = _ranked(predictions)
+    precision = found.members.cumsum(0) / found.until
+    return divided((precision * found.gained).sum(0), found.members.sum(0))
 
 
 def sensitivity_at(predictions: Predictions, specificity: float) -> float | None:
@@ -149,10 +139,38 @@ def _calibration(predictions: Predictions, binned: Callable[[Floats], Integers])
 
 def _against_rest(predictions: Predictions) -> tuple[Floats, Flags]:
     """Scores [samples, classes] by which each class is ranked, and who belongs to it; none if one is no number."""
-    if predictions.broken:
-        predictions = predictions.take(np.zeros(0, int))
-    members = predictions.labels[:, None] == np.arange(predictions.classes)
-    return predictions.log_probabilities, members
+    some = _numbers(predictions)
+    return some.log_probabilities, some.labels[:, None] == np.arange(some.classes)
+
+
+def _numbers(predictions: Predictions) -> Predictions:
+    return predictions.take(np.zeros(0, int)) if predictions.broken else predictions
+
+
+class _Ranked(NamedTuple):
+    """Samples by the score of each class, highest first [samples, classes]; a threshold is the last of equal scores."""
+
+    members: Flags  # who belongs to the class
+    since: Integers  # how many samples the threshold before has
+    until: Integers  # how many this one has
+    gained: Integers  # members between the two; 0 where there is no threshold
+
+
+def _ranked(predictions: Predictions) -> _Ranked:
+    some = _numbers(predictions)
+    scores = np.take_along_axis(some.log_probabilities, some.falling, 0)
+    members = some.labels[some.falling] == np.arange(some.classes)
+    threshold = np.ones(scores.shape, bool)
+    np.not_equal(scores[1:], scores[:-1], out=threshold[:-1])
+    places, found = np.arange(1, len(scores) + 1)[:, None], members.cumsum(0)
+    since, before = (_before(np.where(threshold, counts, 0)) for counts in (places, found))
+    return _Ranked(members, since, places, np.where(threshold, found - before, 0))
+
+
+def _before(counts: Integers) -> Integers:
+    """The largest count above each; 0 in the first line."""
+    found: Integers = np.concatenate([np.zeros_like(counts[:1]), np.maximum.accumulate(counts)[:-1]])
+    return found
 
 
 def divided(numbers: Floats | Integers, by: Integers) -> Floats:

@@ -57,6 +57,12 @@ class Predictions:
         found: Floats = np.exp(self.log_probabilities.astype(np.float64))
         return found
 
+    @cached_property
+    def falling(self) -> Integers:
+        """Of every class [samples, classes], the samples from the likeliest to the least likely; ties in any order."""
+        likeliest: Integers = np.ascontiguousarray(np.argsort(np.ascontiguousarray(-self.log_probabilities.T)).T)
+        return likeliest
+
     def take(self, index: Integers | Flags) -> Predictions:
         """Only these samples."""
         return Predictions(self.log_probabilities[index], self.labels[index])

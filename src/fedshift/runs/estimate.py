@@ -46,7 +46,9 @@ def estimate(jobs: Iterable[Job], device: torch.device) -> Estimate:
         steps = [train.local_steps if train.local_steps is not None else train.local_epochs * n for n in epoch]
         taken = job.rounds * sum(steps) * job.experiment.participation
         for (name, method), digest in zip(job.setup.methods.items(), job.config["networks"].values(), strict=True):
-            cost = flops.setdefault(str(digest), _forward(method.arch))
+            if str(digest) not in flops:
+                flops[str(digest)] = _forward(method.arch)
+            cost = flops[str(digest)]
             batch = min(train.batch_size, max(len(client.train) for client in job.task.clients))
             seconds += taken / len(job.setup.methods) * max(_STEP, 3 * cost * batch / speed)
             size = 4 * sum(math.prod(leaf.shape) for leaf in method.arch.init(0).values())

@@ -71,10 +71,9 @@ def score(job: Job, session: Session, say: Reporter) -> None:
         say.doing(f"{title}: adapter {spec.title}")
         rounds = {"last": last[0].round, "best-val": chosen.get(spec.title, best).round}
         by_round = {number: _scored_by(job, session, spec, number, models[number]) for number in set(rounds.values())}
+        rows_of = {number: _rows(job, spec, job.task, found) for number, found in by_round.items()}
         scored = [
-            replace(row, selection=rule, round=number)
-            for rule, number in rounds.items()
-            for row in _rows(job, spec, job.task, by_round[number])
+            replace(row, selection=rule, round=number) for rule, number in rounds.items() for row in rows_of[number]
         ]
         names = next((row.classes for row in scored if row.classes), ())
         keep_predictions(job, spec, rounds["best-val"], by_round[rounds["best-val"]], names)

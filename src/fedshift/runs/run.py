@@ -56,8 +56,8 @@ def run(
     ``network`` is your own ``nn.Module`` (or a function that makes one) instead of ``[model]``, ``head`` the name of its
     last linear layer, if it is not the last one made; ``data`` your own pool or
     task instead of ``[data]``. Finished runs are read, not run again; unfinished ones need ``resume`` (go on from the
-    last checkpoint) or ``restart`` (begin again). ``processes``: so many runs at the same time, a process for each; left
-    out, so many as fill a GPU, and one elsewhere.
+    last checkpoint) or ``restart`` (begin again). ``processes``: so many runs at the same time, in as many processes;
+    left out, so many as fill a GPU, and one elsewhere.
     ``trackers`` are told everything that is written (:mod:`fedshift.track`).
     In a notebook a bar shows how far it is; ``reporter`` is told of everything instead.
 

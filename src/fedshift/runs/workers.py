@@ -1,33 +1,32 @@
-"""Several runs at the same time, each group of them in a process of its own.
+"""Several runs at the same time, in as many processes, each of which does one group of them after the other.
 
 One run leaves most of a GPU idle while it launches small kernels, and a core while it waits; several fill them. A process
 is given runs by value (methods of a script or a notebook included), writes into their folders as ever, and says what it
-does into a file that the caller reads. One that dies takes nobody with it, and what it had done stays resumable.
+does into a file that the caller reads. It takes the next ones when it is done: to start and to have the images ready takes
+seconds. One that dies takes nobody with it, and what it had done stays resumable; another one goes on in its place.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
-from fedshift.core.adapter import Adapter
-from fedshift.core.registry import ADAPTERS, Entry
+import torch
+
 from fedshift.engines import shipping
-from fedshift.engines.auto import engine_for
 from fedshift.engines.base import Compute
 from fedshift.engines.parallel import ended_by
 from fedshift.engines.scratch import Scratch
-from fedshift.engines.torch_flags import steady
 from fedshift.errors import HostError, UserError
-from fedshift.runs.code import code_digest, tell_digest
-from fedshift.runs.finish import finish
+from fedshift.runs.orders import Data, Order, Orders, read_order, take, waiting
 from fedshift.runs.plan import Job
 from fedshift.runs.progress import Reporter
 from fedshift.store.folder import RunFolder
@@ -35,32 +34,6 @@ from fedshift.store.folder import RunFolder
 USERS, HOSTS = 2, 3  # exit codes of a process; Python itself ends with 1 after a traceback
 LOOK = 0.2  # seconds between two looks at what processes say
 PROCESS = Path(__file__).with_name("worker_process.py")
-
-
-@dataclass(frozen=True)
-class Order:
-    """What one process is to do."""
-
-    jobs: tuple[Job, ...]
-    engine: str
-    compute: Compute
-    resume: bool
-    # a script's own are not known in another process, nor is their source, of which scores hold the digest
-    adapters: tuple[tuple[Entry[type[Adapter]], str], ...]
-
-    def carry_out(self, say: Reporter) -> None:
-        """Everything its runs lack."""
-        for entry, digest in self.adapters:
-            ADAPTERS.adopt(entry)
-            tell_digest(entry.make, digest)
-        first = self.jobs[0]
-        with steady(self.compute.tf32):
-            convolution = any(method.arch.has_convolution for method in first.setup.methods.values())
-            _, engine = engine_for(self.engine, self.compute, convolution, len(first.task.clients))
-            try:
-                finish(self.jobs, engine, self.compute, self.resume, say)
-            finally:
-                engine.close()
 
 
 class Relay:
@@ -107,10 +80,10 @@ class Relay:
 class Seat:
     """One process at work."""
 
-    def __init__(self, order: Order, folder: Path) -> None:
-        self.name = ", ".join(dict.fromkeys(job.title for job in order.jobs))
-        self._said, self._errors, self._read = folder / "said", folder / "errors", 0
-        (folder / "order").write_bytes(_pickled(order, self.name))
+    def __init__(self, folder: Path, orders: Orders) -> None:
+        self._folder, self._orders, self._read = folder, orders, 0
+        folder.mkdir()
+        self._said, self._errors = folder / "said", folder / "errors"
         self._said.touch()
         with open(self._errors, "wb") as errors:
             self.process = subprocess.Popen(
@@ -133,38 +106,40 @@ class Seat:
     def failure(self) -> UserError | None:
         """One sentence on why it stopped, or nothing."""
         code = self.process.wait()
-        lines = self._errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         if not code:
             return None
+        if not self._orders.taken(self._folder):  # it had not even begun: the order it came for is not tried again
+            take(self._folder.parent, self._folder)
+        titles = [self._orders.title(name) for name in self._orders.taken(self._folder)]
+        if not titles:  # it ended when all was done
+            return None
+        title = titles[0]
+        lines = self._errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         if code < 0 or not lines:
-            return UserError(f"{self.name}: its process {ended_by(code)}")
+            return UserError(f"{title}: its process {ended_by(code)}")
         reason = lines[-1].strip()
         kinds = {USERS: UserError(reason), HOSTS: HostError(reason)}
-        return kinds.get(code, UserError(f"{self.name}: {reason}"))
+        return kinds.get(code, UserError(f"{title}: {reason}"))
 
     def close(self) -> None:
         """It ends now, if it has not."""
         self.process.kill()
         self.process.communicate()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def side_by_side(
     groups: Sequence[Sequence[Job]], processes: int, engine: str, compute: Compute, resume: bool, say: Reporter
 ) -> None:
     """Finish groups of runs, so many at once; those that can are finished before anything wrong with another is raised."""
-    waiting, failures = deque(groups), list[UserError]()
+    most, failures, numbers = min(processes, len(groups)), list[UserError](), count()
     with Scratch() as base:
+        orders = Orders(base, [Order.of(jobs, engine, compute, resume) for jobs in groups])
         seats: list[Seat] = []
         try:
-            while waiting or seats:
-                while waiting and len(seats) < processes:
-                    jobs = tuple(waiting.popleft())
-                    names = {spec.name for job in jobs for spec in job.setup.spec.adapters}
-                    adapters = [(ADAPTERS[name], code_digest(ADAPTERS[name].make)) for name in sorted(names)]
-                    order = Order(jobs, engine, compute, resume, tuple(adapters))
-                    folder = base / str(len(waiting))
-                    folder.mkdir()
-                    seats.append(Seat(order, folder))
+            while orders.offer(most) or seats:
+                while len(seats) < most and waiting(base):
+                    seats.append(Seat(base / str(next(numbers)), orders))
                 time.sleep(LOOK)
                 ended = [seat for seat in seats if seat.process.poll() is not None]
                 for seat in seats:
@@ -191,22 +166,25 @@ def _date(folders: Sequence[RunFolder]) -> None:
             os.utime(config, ns=(now + 1000 * place, now + 1000 * place))
 
 
-def _pickled(order: Order, name: str) -> bytes:
-    try:
-        return shipping.dumps(order)
-    except shipping.CANNOT_TRAVEL as error:
-        raise UserError(f"{name} cannot be sent to another process ({error}); run it without --jobs") from None
-
-
 def main(folder: Path) -> None:
-    """What a process does: its order, told into a file; one sentence and an exit code of its own for what is known."""
-    order: Order = shipping.loads((folder / "order").read_bytes())
-    (folder / "order").unlink()
+    """What a process does: orders, told into a file; one sentence and an exit code of its own for what is known."""
+    say, data = Relay(folder / "said"), dict[str, Data]()
     try:
-        order.carry_out(Relay(folder / "said"))
+        while (path := take(folder.parent, folder)) is not None:
+            order, data = read_order(folder.parent, path, data)
+            order.carry_out(say)
+            path.unlink()
+            _let_go()
     except UserError as error:
         print(error, file=sys.stderr)
         raise SystemExit(HOSTS if isinstance(error, HostError) else USERS) from None
     except OSError as error:
         print(HostError.of(error), file=sys.stderr)
         raise SystemExit(HOSTS) from None
+
+
+def _let_go() -> None:
+    """What an order took of the GPU is there for others."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

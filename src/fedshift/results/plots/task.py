@@ -53,6 +53,7 @@ def task_picture(task: Task, path: Path, examples: int = 8) -> None:
             strip = np.concatenate(list(chosen), axis=1) if len(chosen) else np.zeros((1, 1, 3), np.uint8)
             picture = axes[row, column]
             picture.imshow(strip if strip.shape[2] == 3 else strip[..., 0], cmap="gray", interpolation="nearest")
+            picture.set(xticks=[], yticks=[])  # or all of those that nobody sees would be made
             picture.set_axis_off()
             width = int(samples.images.shape[3])
             for place, label in enumerate(samples.labels[samples.index[:examples]].tolist()):
