@@ -20,7 +20,7 @@ from fedshift import Experiment
 from fedshift.results.beside import titles_of
 from fedshift.results.result import Row
 from fedshift.runs.run import run
-from fedshift.store.folder import read_config
+from fedshift.store.found import read_config
 from tests.runs.test_run import tiny
 
 TABLES = {table.name: table for page in results.PAGES for table in page.tables}

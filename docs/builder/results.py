@@ -21,7 +21,7 @@ from fedshift import Experiment, __version__
 from fedshift.results.beside import Comparison, compared, titles_of
 from fedshift.results.collect import collect
 from fedshift.results.result import Row
-from fedshift.store.folder import read_config
+from fedshift.store.found import read_config
 
 TEXTS = HERE / "text"
 HEADLINE = "as the paper scores it"

@@ -23,7 +23,8 @@ from fedshift.inspect.risk import average_risk, confusion, local_risk
 from fedshift.results.plots.tsne import embedded
 from fedshift.runs.setup import make_setup, make_task
 from fedshift.store.features import positions_of
-from fedshift.store.folder import RunFolder, find_runs
+from fedshift.store.folder import RunFolder
+from fedshift.store.found import find_runs
 from fedshift.store.trees import load, save
 from tests.inspect.conftest import digits
 from tests.runs.test_run import POOL, refuse

@@ -12,7 +12,7 @@ from fedshift.results.beside import Comparison, compared
 from fedshift.results.collect import collect
 from fedshift.results.result import Result
 from fedshift.results.stats import paired_difference
-from fedshift.store.folder import find_runs
+from fedshift.store.found import find_runs
 from tests.runs.test_run import command, go, tiny
 
 STREAMS = [{"name": "original", "kind": "original"}, {"name": "corrupted", "kind": "corrupted"}]

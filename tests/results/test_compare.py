@@ -11,7 +11,7 @@ from fedshift import UserError
 from fedshift.results.collect import collect
 from fedshift.results.compare import compare
 from fedshift.results.stats import paired_difference
-from fedshift.store.folder import find_runs
+from fedshift.store.found import find_runs
 from tests.runs.test_run import command, go, tiny
 
 METHODS = [

@@ -26,7 +26,7 @@ from fedshift.results.sections.clients import clients
 from fedshift.results.sections.scores import standings
 from fedshift.results.sections.views import Views
 from fedshift.results.trouble import alarms
-from fedshift.store.folder import find_runs
+from fedshift.store.found import find_runs
 from fedshift.store.metric import Metric
 from fedshift.store.rows import ScoreRow
 from fedshift.store.summary import ClientScore, summarise

@@ -16,7 +16,7 @@ import pytest
 
 from fedshift.results.pages.report import Page, write_report
 from fedshift.store import seal
-from fedshift.store.folder import find_runs
+from fedshift.store.found import find_runs
 from tests.browser import browser, errors, faults, prefer, ready, resize, until
 from tests.results.test_report import METHODS, STREAMS, stored
 from tests.runs.test_run import go, tiny

@@ -17,7 +17,7 @@ from fedshift.results.plots.pictures import density_picture, map_picture, option
 from fedshift.results.result import Result, Row
 from fedshift.runs.evaluate import Served, _row, _telemetry
 from fedshift.runs.setup import make_task
-from fedshift.store.folder import find_runs
+from fedshift.store.found import find_runs
 from fedshift.store.metric import Metric
 from fedshift.store.rows import ScoreRow, Told
 from fedshift.store.summary import Summary, mean_over, summarise

@@ -19,7 +19,8 @@ from fedshift.results.collect import collect
 from fedshift.results.plots.pictures import map_picture, result_picture
 from fedshift.results.result import Result, Row
 from fedshift.results.trouble import broken_predictions, diverged_training
-from fedshift.store.folder import RunFolder, find_runs
+from fedshift.store.folder import RunFolder
+from fedshift.store.found import find_runs
 from fedshift.store.lines import RoundLine
 from fedshift.store.metric import Metric
 from fedshift.store.rows import ScoreRow

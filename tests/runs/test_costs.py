@@ -34,7 +34,7 @@ from fedshift.runs.memory import memory_so_far, resident_peak
 from fedshift.runs.session import Session
 from fedshift.runs.setup import make_setup, make_task
 from fedshift.store.costs import Costs, measured
-from fedshift.store.folder import find_runs
+from fedshift.store.found import find_runs
 from fedshift.store.lines import History
 from fedshift.store.seal import SEAL
 from tests.conftest import ragged_task, some_of

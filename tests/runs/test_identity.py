@@ -12,7 +12,7 @@ from fedshift.runs.identity import revision_of
 from fedshift.runs.open import open_run
 from fedshift.runs.run import run
 from fedshift.runs.setup import make_setup, make_task
-from fedshift.store.folder import read_config
+from fedshift.store.found import read_config
 from tests.inspect.conftest import digits
 from tests.runs.test_run import tiny
 

@@ -22,7 +22,7 @@ from fedshift.doctor import EXTRAS
 from fedshift.inspect import inspect
 from fedshift.results.collect import collect
 from fedshift.results.plots.style import PALETTE
-from fedshift.store.folder import find_runs
+from fedshift.store.found import find_runs
 
 ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = {

@@ -23,7 +23,7 @@ from fedshift.results.result import Result
 from fedshift.runs import workers
 from fedshift.runs.progress import Silent
 from fedshift.runs.workers import Seat
-from fedshift.store.folder import find_runs
+from fedshift.store.found import find_runs
 
 CLOCK = ("seconds-per-round", "memory-grown", "memory-peak")
 

@@ -22,7 +22,8 @@ from fedshift.runs.open import choose_run
 from fedshift.runs.session import Session
 from fedshift.store.features import Features
 from fedshift.store.files import Damaged
-from fedshift.store.folder import RunFolder, find_runs
+from fedshift.store.folder import RunFolder
+from fedshift.store.found import find_runs
 from fedshift.store.lines import RoundLine
 from fedshift.store.plans import in_order, planned
 from fedshift.store.seal import line_text, table_text

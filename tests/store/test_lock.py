@@ -19,7 +19,7 @@ import pytest
 
 from fedshift import Experiment, UserError, run
 from fedshift.store import lock
-from fedshift.store.folder import find_runs
+from fedshift.store.found import find_runs
 from fedshift.store.lock import LOCK, Occupied, Owner, RunLock, locked, owner_of
 from tests.forks import Forked, Forks
 from tests.test_resume import check_identical, contents

@@ -18,7 +18,8 @@ from fedshift import Result, UserError
 from fedshift.measures.measurement import MEASURES
 from fedshift.results.collect import collect
 from fedshift.results.subgroups import subgroups
-from fedshift.store.folder import RunFolder, read_config
+from fedshift.store.folder import RunFolder
+from fedshift.store.found import read_config
 from fedshift.store.metric import Metric
 from fedshift.store.predictions import predictions_file, read_predictions
 from fedshift.store.progress import Reached

@@ -33,7 +33,7 @@ def show(
     from fedshift.measures.measurement import MEASURES, measure_of
     from fedshift.results.collect import collect
     from fedshift.results.result import to_json
-    from fedshift.store.folder import find_runs
+    from fedshift.store.found import find_runs
 
     if metric and metric not in MEASURES:
         measure_of(metric)
@@ -74,7 +74,7 @@ def advise(
 ) -> None:
     """What to deploy: every method and adapter compared on validation images under the same shifts, never on a test."""
     from fedshift.results.collect import collect
-    from fedshift.store.folder import find_runs
+    from fedshift.store.found import find_runs
 
     as_json = wants_json(format)
     found = advised(collect(find_runs(path)), metric)

@@ -21,7 +21,8 @@ from fedshift.runs.new_folder import new_folder
 from fedshift.runs.plan import Twin, check_unfinished, check_writable
 from fedshift.runs.private import check_counted, privacy_of
 from fedshift.runs.progress import Reporter
-from fedshift.store.folder import CONFIG, DONE, METRICS, SNAPSHOT, RunFolder, read_config
+from fedshift.store.folder import CONFIG, DONE, METRICS, SNAPSHOT, RunFolder
+from fedshift.store.found import read_config
 from fedshift.store.lines import RoundLine, line_of
 
 

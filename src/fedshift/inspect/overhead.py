@@ -18,7 +18,8 @@ from fedshift.results.plain import Sheet
 from fedshift.store.costs import Costs, measured
 from fedshift.store.features import PREFERRED
 from fedshift.store.files import Damaged, attempt
-from fedshift.store.folder import RunFolder, find_runs, read_config
+from fedshift.store.folder import RunFolder
+from fedshift.store.found import find_runs, read_config
 from fedshift.store.lines import History
 from fedshift.store.metric import Metric
 from fedshift.store.summary import Summary, mean_and_std

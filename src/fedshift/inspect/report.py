@@ -33,7 +33,7 @@ from fedshift.runs.open import SELECTIONS, choose_adapter, open_run
 from fedshift.runs.own_network import headed
 from fedshift.runs.setup import Network
 from fedshift.store.files import Damaged, write
-from fedshift.store.folder import find_runs
+from fedshift.store.found import find_runs
 from fedshift.store.summary import mean_and_std
 
 PAGE, NUMBERS = "inspect.html", "inspect.json"

@@ -15,7 +15,8 @@ from fedshift.results.result import Point, Result, Row
 from fedshift.results.trouble import alarms, broken_predictions, diverged_training, grown_loss, has_diverged
 from fedshift.store.costs import Costs, mean_costs, measured, published_by
 from fedshift.store.files import Damaged, attempt
-from fedshift.store.folder import RunFolder, read_config, title_of
+from fedshift.store.folder import RunFolder
+from fedshift.store.found import read_config, title_of
 from fedshift.store.lines import History
 from fedshift.store.metric import ACCURACY, Metric
 from fedshift.store.plans import adapters_of

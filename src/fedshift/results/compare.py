@@ -19,8 +19,8 @@ from fedshift.results.sections.origin import facts_of
 from fedshift.results.sections.views import digits_of, title_of, unit_of
 from fedshift.results.stats import LEVEL, Difference, comparable, paired_difference
 from fedshift.results.tables import capitalised
-from fedshift.store.folder import read_config
-from fedshift.store.folder import title_of as method_of
+from fedshift.store.found import read_config
+from fedshift.store.found import title_of as method_of
 from fedshift.store.metric import RULES, Metric
 from fedshift.store.summary import mean_and_std
 

@@ -11,7 +11,8 @@ from fedshift.errors import UserError
 from fedshift.results.collect import collect
 from fedshift.results.result import Result
 from fedshift.store.files import Damaged, attempt
-from fedshift.store.folder import RunFolder, read_config
+from fedshift.store.folder import RunFolder
+from fedshift.store.found import read_config
 from fedshift.store.lock import owner_of
 
 MOST = 5  # folders that an error names

@@ -16,7 +16,8 @@ from fedshift.runs.session import Session
 from fedshift.runs.train import train
 from fedshift.store.costs import measured, published_by
 from fedshift.store.files import MISSING, Damaged, attempt
-from fedshift.store.folder import CONFIG, read_config
+from fedshift.store.folder import CONFIG
+from fedshift.store.found import read_config
 from fedshift.store.lock import locked
 from fedshift.store.toml import toml_text
 

@@ -23,7 +23,8 @@ from fedshift.runs.own_network import headed
 from fedshift.runs.plan import Job, Twin
 from fedshift.runs.setup import Network, Setup, make_setup, make_task, placeholder
 from fedshift.store.files import Damaged, attempt
-from fedshift.store.folder import RunFolder, find_runs, read_config, title_of
+from fedshift.store.folder import RunFolder
+from fedshift.store.found import find_runs, read_config, title_of
 from fedshift.store.state import State
 
 SELECTIONS = ("best-val", "last")

@@ -20,7 +20,8 @@ from fedshift.results.sections.origin import duration, facts_of
 from fedshift.results.sections.views import evenly, short
 from fedshift.results.trouble import diverged_training, grown_loss
 from fedshift.store.files import attempt, parsed, read_text
-from fedshift.store.folder import DONE, METRICS, RunFolder, read_config, title_of
+from fedshift.store.folder import DONE, METRICS, RunFolder
+from fedshift.store.found import read_config, title_of
 from fedshift.store.lines import History
 from fedshift.store.lock import owner_of
 from fedshift.store.plans import PLAN

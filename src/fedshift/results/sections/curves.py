@@ -11,8 +11,9 @@ from fedshift.measures.measurement import MEASURES
 from fedshift.results.collect import names_of
 from fedshift.results.sections.views import Views, evenly, short, title_of, unit_of
 from fedshift.results.tables import capitalised
-from fedshift.store.folder import RunFolder, read_config
-from fedshift.store.folder import title_of as method_of
+from fedshift.store.folder import RunFolder
+from fedshift.store.found import read_config
+from fedshift.store.found import title_of as method_of
 from fedshift.store.lines import History
 from fedshift.store.metric import ACCURACY
 from fedshift.store.summary import mean_and_std

@@ -10,7 +10,8 @@ from typing import Any
 from fedshift.results.collect import names_of
 from fedshift.results.sections.views import Views
 from fedshift.store.files import attempt
-from fedshift.store.folder import RunFolder, read_config
+from fedshift.store.folder import RunFolder
+from fedshift.store.found import read_config
 from fedshift.store.toml import toml_text
 
 PICTURE = "task.png"

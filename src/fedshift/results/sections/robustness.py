@@ -8,7 +8,7 @@ from typing import Any
 from fedshift.results.result import Row
 from fedshift.results.sections.views import Views, written
 from fedshift.results.stats import comparable, paired_differences
-from fedshift.store.folder import read_config
+from fedshift.store.found import read_config
 from fedshift.store.metric import Metric
 
 PLAIN = "original"  # the kind of a stream that shows a client's own images
