@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedshift.blocks.calibration import Calibration, calibrated_log, first_guess, newton_step, newton_sums, start
+from fedshift.blocks.calibration import NAMES, Calibration, calibrated_log, first_guess, newton_step, newton_sums, start
 from fedshift.blocks.class_prior import (
     ESTIMATES,
     distance,
@@ -17,7 +17,8 @@ from fedshift.blocks.class_prior import (
     log_likelihood,
     most_likely_prior,
 )
-from fedshift.runs.calibrate import Answers, measure
+from fedshift.privacy.settings import Privacy
+from fedshift.runs.calibrate import Answers, Nearby, measure
 
 CLASSES = 5
 EVEN = torch.full((CLASSES,), 1 / CLASSES, dtype=torch.float64)
@@ -36,8 +37,15 @@ def world(shares: list[float], count: int, seed: int, spread: float = 1.0, moved
     return Answers(logits, labels)
 
 
+def measured(clients: list[Answers], privacy: Privacy | None = None) -> tuple[Calibration, int]:
+    """What these clients find out together, and the bytes they sent for it."""
+    by_client = {f"client-{number}": {"common": own} for number, own in enumerate(clients)}
+    found, size = measure(Nearby(by_client, privacy), ["common"], CLASSES)
+    return Calibration(**{name.removeprefix("common: "): leaf for name, leaf in found.items()}), size
+
+
 def skilled(clients: list[Answers]) -> Calibration:
-    return measure(clients, CLASSES).calibration
+    return measured(clients)[0]
 
 
 def two_class_clients(moved: float = 0.0) -> list[Answers]:
@@ -79,18 +87,23 @@ def test_curvature_is_that_of_the_loss() -> None:
 def test_what_clients_measure_together_is_what_one_would_who_had_all_images() -> None:
     clients = [world([0.6, 0.1, 0.1, 0.1, 0.1], 50, 2), world([0.1, 0.1, 0.1, 0.1, 0.6], 80, 3)]
     whole = Answers(*(torch.cat(parts) for parts in zip(*clients, strict=True)))
-    together, alone = measure(clients, CLASSES), measure([whole], CLASSES)
+    (together, size), (alone, size_alone) = measured(clients), measured([whole])
     for name in ("fit", "labels", "confusion"):
-        assert torch.allclose(getattr(together.calibration, name), getattr(alone.calibration, name))
-    assert together.bytes_each == alone.bytes_each == 4 * (8 * 6 * 7 + 5 + 25 + 3)
-    assert float(together.calibration.skill[2]) == 2
+        assert torch.allclose(getattr(together, name), getattr(alone, name))
+    assert size == 2 * size_alone == 2 * 8 * (8 * 6 * 7 + 25 + 3)
+    assert float(together.skill[2]) == 2
+
+
+def test_behind_masks_sums_are_the_same() -> None:
+    clients = [world(NO_SHIFT, count, count) for count in (200, 3, 50, 7000)]
+    (hidden, size), (seen, size_seen) = measured(clients, Privacy(clip=1.0, secure=True)), measured(clients)
+    for name in NAMES:
+        assert torch.allclose(getattr(hidden, name), getattr(seen, name), rtol=1e-6, atol=1e-5)
+    assert size > size_seen
 
 
 def test_of_no_clients_nothing_is_known() -> None:
-    found, size = measure([], CLASSES)
-    assert size == 0
-    assert torch.equal(found.fit, start(CLASSES))
-    assert found.skill.tolist() == [0, 0, 0]
+    assert measure(Nearby({}), ["common"], CLASSES) == ({}, 0)
 
 
 @pytest.mark.parametrize("shares", [TWO, [0.7, 0.1, 0.1, 0.05, 0.05], NO_SHIFT])
