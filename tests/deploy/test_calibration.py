@@ -331,3 +331,32 @@ def test_a_sum_that_was_garbled_is_not_used(tmp_path: Path) -> None:
     folder, log = fed.run()
     assert not found_by(folder)
     assert [line for line in log if "it is garbled and not used" in line]
+
+
+class Killed(BaseException):
+    """As a signal would end the server."""
+
+
+@pytest.mark.parametrize("absent", [[], ["client-1"]], ids=["all", "one away"])
+def test_a_server_that_was_killed_between_two_sums_asks_the_same_parties_or_nobody(
+    absent: list[str], tmp_path: Path
+) -> None:
+    fed = secure_federation(tmp_path, (9, 7, 8, 6, 5), least=3)
+    opened: list[str] = []
+
+    def kill(name: str, message: Message, content: RecordDict) -> RecordDict:
+        if message.metadata.message_type == "train.unmask":
+            opened.append(name)
+        if len(opened) > 3 * 5:  # of the round, of the first sum and of the second one
+            raise Killed
+        return content
+
+    fed.tamper = kill
+    with pytest.raises(Killed):
+        fed.run()
+    fed.tamper = None
+    folder, log = fed.run(resume=True, grid=fed.grid(absent=absent))
+    assert bool(found_by(folder)) == (not absent)
+    assert bool([line for line in log if "with or without 'client-1', would tell what one said" in line]) == bool(
+        absent
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -60,6 +61,7 @@ class Remote:
     note: Callable[[str], object] = field(default=print, repr=False)
     keep: Callable[[str], Sequence[int]] = field(default=lambda _: (), repr=False)  # local states to come back to
     opening: Callable[[], object] = field(default=lambda: None, repr=False)  # called before a sum with noise is known
+    tellers: Callable[[Sequence[str]], object] = field(default=lambda _: None, repr=False)  # before one over images is
 
     def train(
         self, method: Method, downs: Mapping[str, Tree], locals: Mapping[str, Tree], task: Task, plan: Plan
@@ -174,14 +176,15 @@ class Remote:
     def tallied(self, keys: Mapping[str, Tree], where: int, what: str, size: int) -> tuple[Tensor, int]:
         """The sum of what all parties whose keys these are counted, and the bytes they sent for it.
 
-        If one of them is lost on the way nobody learns anything: two sums of nearly the same, among different parties,
-        would tell what somebody said.
+        If one of them is lost on the way nobody learns anything, nor if other parties' sums are known already
+        (:mod:`fedshift.deploy.tellers`).
         """
         from fedshift.deploy.summing import SUM, Sums, session_of
 
         assert self.setup.privacy is not None
         session = session_of(self.terms.federation, where, what)
-        sums = Sums(self.setup.privacy, self.asked, session, size, Tallies(), lambda: None, self.note, everybody=True)
+        known = partial(self.tellers, list(keys))
+        sums = Sums(self.setup.privacy, self.asked, session, size, Tallies(), known, self.note, everybody=True)
         found = sums.total(keys, self._whose(where, summation=what))[0][SUM]
         return found["total"], int(found["up"])
 

@@ -12,6 +12,7 @@ from fedshift.deploy.federation import Federation
 from fedshift.deploy.openings import Openings
 from fedshift.deploy.packet import Packet
 from fedshift.deploy.session import ServerJob, entry_of, pinned
+from fedshift.deploy.tellers import Tellers
 from fedshift.engines.base import Compute
 from fedshift.engines.torch_flags import steady
 from fedshift.runs.deployment import Snapshot, calibration_in
@@ -52,6 +53,7 @@ def carry_out(federation: Federation, exchange: Exchange, out: Path, resume: boo
         len(federation.names),
         note=lambda text: say.note(f"{job.title}: {text}"),
         keep=lambda name: pinned(job.folder.path).get(name, ()),
+        tellers=Tellers(job.folder).check,
         opening=Openings(job.folder).add if job.setup.privacy and job.setup.privacy.noise else lambda: None,
     )
     with steady():
