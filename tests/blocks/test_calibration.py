@@ -17,8 +17,10 @@ from fedshift.blocks.class_prior import (
     log_likelihood,
     most_likely_prior,
 )
+from fedshift.errors import UserError
+from fedshift.privacy.coding import Tallies
 from fedshift.privacy.settings import Privacy
-from fedshift.runs.calibrate import Answers, Nearby, measure
+from fedshift.runs.calibrate import Answers, Nearby, check_said, measure
 
 CLASSES = 5
 EVEN = torch.full((CLASSES,), 1 / CLASSES, dtype=torch.float64)
@@ -100,6 +102,18 @@ def test_behind_masks_sums_are_the_same() -> None:
     for name in NAMES:
         assert torch.allclose(getattr(hidden, name), getattr(seen, name), rtol=1e-6, atol=1e-5)
     assert size > size_seen
+
+
+@pytest.mark.parametrize("many", [3, 777, 2000, 20000])
+def test_secure_sums_of_counts_are_exact_however_many_count(many: int) -> None:
+    """All of them round a number alike, so that its errors would add up: then honest sums would look garbled."""
+    own = torch.tensor([[3.0, 0.0], [1.0, 70000.0]], dtype=torch.float64)
+    words = Tallies().words(own.flatten(), many)
+    whole = Tallies().total(many * words, many, many).reshape(2, 2)
+    assert torch.equal(whole, many * own)
+    check_said("counts", whole, many)
+    with pytest.raises(UserError, match="cannot be sums over images"):
+        check_said("counts", own + 0.1)
 
 
 def test_of_no_clients_nothing_is_known() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -29,7 +30,12 @@ class FixedPoint:
     @property
     def step(self) -> float:
         """The distance between two numbers that can be told apart."""
-        return self.bound / ((2**31 - 1) // self.parties)
+        return self.bound / self.room(self.parties)
+
+    @staticmethod
+    def room(parties: int) -> int:
+        """How many steps a party has upwards, and downwards."""
+        return (2**31 - 1) // parties
 
     def encode(self, vector: Tensor) -> Words:
         """Words modulo 2**32."""
@@ -44,6 +50,9 @@ class FixedPoint:
 @dataclass(frozen=True)
 class Wide:
     """Numbers of very different size: as many coarse steps as fit, in one word, and what is left of each, in another.
+
+    Steps are powers of two, so that whole numbers stay what they are, however many parties there are: what all of them round
+    alike would add up.
 
     >>> code = Wide(bound=1e10, parties=2)
     >>> words = code.encode(torch.tensor([123456.75, 1e9])) + code.encode(torch.tensor([0.125, 1.0]))
@@ -67,8 +76,13 @@ class Wide:
 
     @property
     def _coarse(self) -> FixedPoint:
-        return FixedPoint(self.bound, self.parties)
+        return self._even(self.bound)
 
     @property
     def _fine(self) -> FixedPoint:
-        return FixedPoint(self._coarse.step, self.parties)
+        return self._even(self._coarse.step / 2)
+
+    def _even(self, bound: float) -> FixedPoint:
+        """At least as far as ``bound``, in steps of a power of two."""
+        step = 2.0 ** math.ceil(math.log2(FixedPoint(bound, self.parties).step))
+        return FixedPoint(step * FixedPoint.room(self.parties), self.parties)
